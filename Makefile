@@ -1,0 +1,40 @@
+# `make test` and `make demo` need Python 3.11 or newer with venv, and make. They set up .venv on the first run.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.stamp
+PIP_INSTALL := $(PY) -m pip -qq --no-input --disable-pip-version-check install
+
+.DEFAULT_GOAL := test
+.PHONY: test soak demo lint wheel-check clean
+
+# pytest comes last: its closing line is the last line of the output.
+test: lint
+	@$(PY) -m pytest -n 2 -m 'not soak'
+
+soak: $(STAMP)
+	@$(PY) -m pytest -n 2 -m soak --timeout 7200
+
+demo: $(STAMP)
+	@$(PY) -m stepwell.cli.main prove --kills 5 --out build/demo -- $(PY) examples/digits.py
+
+lint: $(STAMP)
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy --strict src
+
+wheel-check: $(STAMP)
+	@$(PY) -m pytest tests/arch/test_wheel.py
+
+# The stamp is written last: an interrupted set-up is done again.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned tools need Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@echo "setting up $(VENV) (the first time downloads torch)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
+	@touch $@
+
+# Keeps .venv: remove it by hand to start from nothing.
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,214 @@
+"""The trainer's end of the agent: start it, tell it, listen to it, replace it when it dies.
+
+Owns:    the child process, the socket, one listening thread, and what must be said again to a new agent.
+Holds:   no call here waits for the disk; a dead agent is replaced and told of every snapshot that is not durable;
+         the agent is started with exec, so it never imports the user's script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from stepwell import events
+from stepwell.agent.process import PROTOCOL
+from stepwell.arena.channel import Channel, Message, connect, find_agents
+from stepwell.errors import AgentError
+
+_BOOT: Final = (
+    "import sys; sys.path[:0] = sys.argv[2:]; del sys.argv[2:]; from stepwell.agent.process import main; main()"
+)
+_MAX_DEATHS_PER_MINUTE: Final = 5
+
+
+class AgentClient:
+    """One agent for one trainer. Constructing only assigns; `start` or `adopt` makes the process appear."""
+
+    def __init__(self, log: events.EventLog, on_message: Callable[[Message], None]) -> None:
+        self._log = log
+        self._on_message = on_message
+        self._hello: Message = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._lock = threading.RLock()
+        self._arenas: dict[int, tuple[Message, int]] = {}
+        self._layouts: dict[int, Message] = {}
+        self._begun: dict[int, Message] = {}
+        self._closing = False
+        self._ended = threading.Event()
+        self._deaths: list[float] = []
+        self.pid = 0
+
+    def start(self, hello: Message) -> None:
+        """Start an agent, or take over the adopted one. Returns when it answered. Raises AgentError."""
+        self._hello = hello
+        with self._lock:
+            if self._channel is None:
+                self._spawn()
+            else:
+                self._greet()
+        threading.Thread(target=self._listen, daemon=True, name="stepwell-agent-client").start()
+
+    def adopt(self, channel: Channel, pid: int) -> None:
+        """Use the agent of a dead trainer. Comes before `start`."""
+        self._channel, self.pid = channel, pid
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), *_import_path()]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True, cwd="/"
+            )
+        except OSError as error:
+            ours.close()
+            raise AgentError(f"the agent process could not be started: {error}", command=command[0]) from error
+        finally:
+            theirs.close()
+        self._channel, self.pid = Channel(ours), self._process.pid
+        self._greet()
+
+    def _greet(self) -> None:
+        assert self._channel is not None
+        self._channel.socket.settimeout(30.0)
+        try:
+            self._channel.send(self._hello)
+            answer = self._channel.receive()
+        except OSError as error:
+            raise AgentError(f"the agent (process {self.pid}) does not answer: {error}", pid=self.pid) from error
+        if answer is None or answer[0]["type"] != "ready":
+            raise AgentError(f"the agent (process {self.pid}) ended at once; its error is above", pid=self.pid)
+        self._channel.socket.settimeout(None)
+
+    # -- saying things ------------------------------------------------------------------------------------------------
+
+    def send_arena(self, shape: Message, fd: int) -> None:
+        """Hand an arena over. `fd` must stay open while this client may have to say it again."""
+        message = {"type": "arena", **shape}
+        with self._lock:
+            self._arenas = {shape["generation"]: (message, fd)}
+            self._send(message, [fd])
+
+    def send_layout(self, layout: Message) -> None:
+        """Describe the leaves once; snapshots refer to it by number."""
+        message = {"type": "layout", **layout}
+        with self._lock:
+            self._layouts = {layout["id"]: message}
+            self._send(message)
+
+    def begin(self, message: Message) -> None:
+        """Announce a snapshot whose bytes are about to arrive in the arena."""
+        with self._lock:
+            self._begun[message["sequence"]] = message
+            self._send(message)
+
+    def send(self, message: Message) -> None:
+        """Say something that is not repeated to a replaced agent."""
+        with self._lock:
+            self._send(message)
+
+    def _send(self, message: Message, fds: list[int] | None = None) -> None:
+        if self._channel is not None:
+            with contextlib.suppress(OSError):  # the listener sees the death and repeats all that matters
+                self._channel.send(message, fds)
+
+    # -- listening ----------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while True:
+            channel = self._channel
+            received = None
+            if channel is not None:
+                with contextlib.suppress(OSError):
+                    received = channel.receive()
+            if received is None:
+                if self._closing or not self._replace():
+                    self._ended.set()
+                    return
+                continue
+            message = received[0]
+            if message["type"] == "released" or (message["type"] == "failed" and message["final"]):
+                self._begun.pop(message["sequence"], None)
+            elif message["type"] == "bye":
+                self._ended.set()
+                return
+            self._on_message(message)
+
+    def _replace(self) -> bool:
+        """The agent died: start another one and tell it everything that is not durable yet."""
+        status = "gone" if self._process is None else f"exit status {self._process.wait()}"
+        old = self.pid
+        now = time.monotonic()
+        self._deaths = [at for at in self._deaths if now - at < 60] + [now]
+        if len(self._deaths) > _MAX_DEATHS_PER_MINUTE:
+            events.logger.error("the agent died %d times within a minute: no more checkpoints are written", len(self._deaths))
+            self._on_message({"type": "lost"})
+            return False
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+            try:
+                self._spawn()
+            except AgentError as error:
+                events.logger.error("%s", error)
+                self._channel = None
+                time.sleep(0.2 * len(self._deaths))
+                return True
+            for message, fd in self._arenas.values():
+                self._send(message, [fd])
+            for message in (*self._layouts.values(), *sorted(self._begun.values(), key=lambda m: m["sequence"])):
+                self._send(message)
+            resent = len(self._begun)
+        self._log.emit(events.AgentDeath(pid=old, status=status, resent=resent))
+        self._on_message({"type": "replaced", "pid": self.pid})
+        return True
+
+    def close(self, *, seconds: float) -> bool:
+        """Ask the agent to finish and end; wait for it. False if it did not finish in time."""
+        self._closing = True
+        self.send({"type": "close", "seconds": seconds})
+        finished = self._ended.wait(seconds + 5)
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                finished = False
+        if self._channel is not None:
+            self._channel.close()
+        return finished
+
+
+def _import_path() -> list[str]:
+    """Where the isolated interpreter finds stepwell and its one dependency, wherever the trainer found them."""
+    import xxhash
+
+    found = [str(Path(__file__).resolve().parents[2]), str(Path(xxhash.__file__).resolve().parents[1])]
+    return list(dict.fromkeys(found))
+
+
+def find_orphan(run: str, rank: int) -> tuple[Channel, Message, list[int]] | None:
+    """A lingering agent of this run whose trainer is dead, with what it offers; None if there is none."""
+    for address in find_agents(run, rank):
+        channel = connect(address, timeout=60.0)
+        if channel is None:
+            continue
+        try:
+            channel.send({"type": "adopt", "protocol": PROTOCOL, "pid": os.getpid()})
+            received = channel.receive()
+        except OSError:
+            received = None
+        if received is not None and received[0]["type"] == "offer":
+            channel.socket.settimeout(None)
+            return channel, received[0], received[1]
+        if received is not None and received[0].get("trainer"):
+            events.logger.warning("agent not adopted: %s; this process continues from disk", received[0]["reason"])
+        channel.close()
+    return None

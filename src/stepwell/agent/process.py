@@ -1,0 +1,400 @@
+"""The agent's main loop: listens to the trainer, watches it, persists what is complete, lingers when it dies.
+
+Owns:    the process: its signals, its sockets, its one worker thread, its end.
+Holds:   the trainer's death is seen through a pidfd (the socket's end comes late when loader workers hold it);
+         nothing incomplete is written; a failing disk means another try, never an exit; after a clean close or
+         after lingering in vain the process ends and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from stepwell import events, faults
+from stepwell.agent.persist import Persister, record_in_memory
+from stepwell.agent.queue import Layout, Pending, PendingQueue
+from stepwell.agent.stream import StreamedSave
+from stepwell.arena.channel import Channel, Message, is_same_user, listen
+from stepwell.arena.memory import FROZEN, Arena, ArenaShape
+from stepwell.errors import FencedError, StepwellError
+from stepwell.store.paths import RunPaths
+from stepwell.store.progress import read_progress
+from stepwell.types import CheckpointId, Keep, Owner
+
+PROTOCOL: Final = 1
+_POLL_SECONDS: Final = 0.004
+_BEAT_SECONDS: Final = 15.0
+_RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
+
+
+class Agent:
+    """Everything one agent process knows. `run` returns when the process should end."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel: Channel | None = channel
+        self.queue = PendingQueue()
+        self.arenas: dict[int, Arena] = {}
+        self.layouts: dict[int, Layout] = {}
+        self.owner = Owner()
+        self.keep = Keep()
+        self.run_id = ""
+        self.lineage = 0
+        self.linger_seconds = 60.0
+        self.paths = RunPaths(Path())
+        self.log = events.EventLog(Path(os.devnull), who="agent")
+        self.persister = Persister(self.paths, self.log)
+        self.stream: StreamedSave | None = None
+        self._trainer_pid = 0
+        self._pidfd = -1
+        self._listener: socket.socket | None = None
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Condition()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._busy: Pending | None = None
+        self._outbox: list[Message] = []
+        self._closing = False
+        self._leave_at: float | None = None
+        self._next_beat = 0.0
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until closed, or until nobody came back."""
+        assert self.channel is not None
+        self._selector.register(self.channel, selectors.EVENT_READ, self._on_trainer)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+        threading.Thread(target=self._work, daemon=True, name="stepwell-persist").start()
+        while not self._is_over():
+            for key, _ in self._selector.select(self._timeout()):
+                key.data()
+            self._tend()
+        if self.channel is not None:
+            self._send({"type": "bye"})
+
+    def _timeout(self) -> float:
+        with self._lock:
+            if self.queue.has_incomplete():
+                return _POLL_SECONDS
+        return 0.05 if self.queue.items or self._leave_at is not None else 1.0
+
+    def _is_over(self) -> bool:
+        with self._lock:
+            idle = self._busy is None and not any(not item.is_done for item in self.queue.items)
+            if self._closing and idle:
+                return True
+            return self._leave_at is not None and time.monotonic() > self._leave_at and self._busy is None
+
+    def _tend(self) -> None:
+        """After each round: release slots, tell the trainer, wake the worker, show that we live."""
+        with self._lock:
+            released = self.queue.collect()
+            outbox, self._outbox = self._outbox, []
+            if self.queue.next_due() is not None:
+                self._lock.notify()
+        for message in outbox:
+            self._send(message)
+        for item in released:
+            self._send({"type": "released", "sequence": item.sequence})
+        self._drop_old_arenas()
+        if self._trainer_pid and time.monotonic() > self._next_beat:
+            self._next_beat = time.monotonic() + _BEAT_SECONDS
+            with contextlib.suppress(OSError):
+                os.utime(self.paths.progress)
+
+    def _send(self, message: Message) -> None:
+        if self.channel is not None:
+            with contextlib.suppress(OSError):  # the pidfd tells of a dead trainer; losing a message to it is fine
+                self.channel.send(message)
+
+    def _on_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    # -- messages from the trainer ----------------------------------------------------------------------------------
+
+    def _on_trainer(self) -> None:
+        assert self.channel is not None
+        alive = self.channel.fill()
+        while (message := self.channel.next_buffered()) is not None:
+            getattr(self, "_do_" + message["type"])(message)
+            if self.channel is None:
+                return
+        if not alive:
+            self._selector.unregister(self.channel)
+            if self._pidfd < 0 or self._closing:
+                self._leave_at = time.monotonic()
+
+    def _do_hello(self, message: Message) -> None:
+        with self._lock:
+            self.run_id, self.lineage = message["run"], message["lineage"]
+            self.owner = Owner(message["rank"], message["world_size"])
+            self.keep = Keep(**message["keep"])
+            self.linger_seconds = message["linger"]
+            self.paths = RunPaths(Path(message["root"]))
+            self.log.close()
+            self.log = events.EventLog(self.paths.events, who="agent", lineage=self.lineage)
+            self.persister = Persister(self.paths, self.log)
+            self._leave_at = None
+        if self._listener is None:
+            self._listener = listen(self.run_id, self.owner.rank)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._on_successor)
+        self._watch(message["pid"])
+        self._send({"type": "ready", "pid": os.getpid()})
+
+    def _watch(self, pid: int) -> None:
+        if self._pidfd >= 0:
+            self._selector.unregister(self._pidfd)
+            os.close(self._pidfd)
+        self._trainer_pid, self._pidfd = pid, os.pidfd_open(pid)
+        self._selector.register(self._pidfd, selectors.EVENT_READ, self._on_trainer_death)
+
+    def _do_arena(self, message: Message) -> None:
+        assert self.channel is not None
+        (fd,) = self.channel.take_fds()
+        shape = ArenaShape(**{key: message[key] for key in ("generation", "slots", "slot_bytes", "frozen_bytes")})
+        if shape.generation in self.arenas:
+            os.close(fd)
+            return
+        self.arenas[shape.generation] = Arena.attach(fd, shape)
+
+    def _do_layout(self, message: Message) -> None:
+        self.layouts[message["id"]] = Layout.from_message(message)
+
+    def _pending(self, message: Message) -> Pending:
+        return Pending(
+            run=self.run_id,
+            id=CheckpointId(message["step"], message["repeat"], self.lineage),
+            owner=self.owner,
+            sequence=message["sequence"],
+            slot=message["slot"],
+            arena=self.arenas[message["generation"]],
+            layout=self.layouts[message["layout"]],
+            meta=message,
+        )
+
+    def _do_begin(self, message: Message) -> None:
+        with self._lock:
+            self.queue.add(self._pending(message))
+
+    def _do_close(self, message: Message) -> None:
+        self._closing = True
+        with self._lock:
+            self.queue.drop_incomplete()
+        self._leave_at = time.monotonic() + message["seconds"]
+
+    # -- streamed saves: the trainer waits, so this thread may work -----------------------------------------------
+
+    def _do_stream(self, message: Message) -> None:
+        self.stream = StreamedSave(self.persister, self._pending(message))
+        self._streaming(self.stream.open)
+
+    def _do_chunk(self, message: Message) -> None:
+        stream = self.stream
+        if stream is not None:
+            self._streaming(lambda: stream.write(message["slot"], message["nbytes"]))
+        self._send({"type": "chunk_done", "sequence": message["sequence"]})
+
+    def _do_stream_end(self, message: Message) -> None:
+        stream = self.stream
+        if stream is None:
+            return
+        if message["suspects"]:
+            stream.pending.arena.set_suspects(stream.pending.slot, message["suspects"], message["first"])
+        if self._streaming(stream.finish):
+            self.stream = None
+            self._after_commit(stream.pending, 0.0)
+
+    def _streaming(self, work: Any) -> bool:
+        try:
+            work()
+        except (OSError, StepwellError) as error:
+            assert self.stream is not None
+            stream, self.stream = self.stream, None
+            stream.abort()
+            self._note_failure(stream.pending, error, final=True)
+            return False
+        return True
+
+    # -- the worker thread --------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._busy = None
+                os.eventfd_write(self._wake, 1)
+                while (pending := self.queue.next_due()) is None:
+                    self._lock.wait(0.2)
+                self._busy = pending
+            self._persist(pending)
+
+    def _persist(self, pending: Pending) -> None:
+        started = time.monotonic()
+        try:
+            self.persister.persist(pending)
+        except FencedError as error:
+            self.log.emit(events.Fenced(lineage=pending.id.lineage, newest=int(str(error.fields["newest"]))))
+            self._note_failure(pending, error, final=True)
+        except (OSError, StepwellError) as error:
+            self._note_failure(pending, error, final=False)
+        else:
+            self._after_commit(pending, time.monotonic() - started)
+
+    def _after_commit(self, pending: Pending, seconds: float) -> None:
+        with self._lock:
+            pending.is_done = True
+            self._outbox.append(
+                {
+                    "type": "durable",
+                    "sequence": pending.sequence,
+                    "step": pending.id.step,
+                    "directory": pending.id.directory,
+                    "seconds": seconds,
+                }
+            )
+        os.eventfd_write(self._wake, 1)
+        with contextlib.suppress(OSError):
+            self.persister.prune(self.lineage, self.keep)
+
+    def _note_failure(self, pending: Pending, error: Exception, *, final: bool) -> None:
+        delay = _RETRY_SECONDS[min(pending.failures, len(_RETRY_SECONDS) - 1)]
+        action = "given up" if final else f"trying again in {delay} s, or with the next snapshot"
+        self.log.emit(events.PersistFailed(step=pending.id.step, error=str(error), action=action))
+        with self._lock:
+            pending.failures += 1
+            pending.not_before = time.monotonic() + delay
+            pending.is_done = final
+            self._outbox.append(
+                {
+                    "type": "failed",
+                    "sequence": pending.sequence,
+                    "step": pending.id.step,
+                    "error": str(error),
+                    "final": final,
+                    "fenced": isinstance(error, FencedError),
+                }
+            )
+        os.eventfd_write(self._wake, 1)
+
+    # -- death and succession -----------------------------------------------------------------------------------------
+
+    def _on_trainer_death(self) -> None:
+        """Finish what is complete, then wait for a successor."""
+        self._selector.unregister(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        if self.channel is not None:
+            self._drain(self.channel)
+            self._forget(self.channel)
+            self.channel = None
+        with self._lock:
+            self.queue.drop_incomplete()
+            pending = len([item for item in self.queue.items if not item.is_done])
+        progress = read_progress(self.paths.progress)
+        if not self._closing:
+            step = progress.step if progress is not None and progress.pid == self._trainer_pid else 0
+            self.log.emit(events.TrainerDeath(pid=self._trainer_pid, step=step, pending=pending))
+        self._trainer_pid = 0
+        self._leave_at = time.monotonic() + (0 if self._closing else self.linger_seconds)
+
+    def _drain(self, channel: Channel) -> None:
+        """Messages that were sent before the kill are still in the socket."""
+        channel.socket.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while channel.fill():
+                pass
+        while (message := channel.next_buffered()) is not None:
+            getattr(self, "_do_" + message["type"])(message)
+
+    def _forget(self, channel: Channel) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(channel)
+        channel.close()
+
+    def _on_successor(self) -> None:
+        """Somebody asks for the memory of a dead trainer."""
+        assert self._listener is not None
+        sock, _ = self._listener.accept()
+        if not is_same_user(sock):
+            sock.close()
+            return
+        channel = Channel(sock)
+        sock.settimeout(10.0)
+        try:
+            received = channel.receive()
+            if received is None or received[0].get("type") != "adopt":
+                channel.close()
+                return
+            refusal = self._refusal(received[0])
+            if refusal is not None:
+                channel.send({"type": "refused", "reason": refusal, "trainer": self._trainer_pid})
+                channel.close()
+                return
+            self._offer(channel, received[0]["pid"])
+        except OSError:
+            channel.close()
+
+    def _refusal(self, message: Message) -> str | None:
+        if message.get("protocol") != PROTOCOL:
+            return "another version of stepwell"
+        if self._trainer_pid:
+            return f"its trainer, process {self._trainer_pid}, is alive"
+        return "closing" if self._closing else None
+
+    def _offer(self, channel: Channel, pid: int) -> None:
+        """Hand the arena over; the successor becomes our trainer when it says hello on this connection."""
+        with self._lock:
+            newest = self.queue.newest_complete
+        offer: Message = {"type": "offer", "agent": os.getpid(), "snapshots": []}
+        fds = []
+        if newest is not None:
+            shape = newest.arena.shape
+            record = record_in_memory(newest)
+            offer["snapshots"].append(
+                {
+                    "record": record.dump().decode(),
+                    "slot": newest.slot,
+                    "frozen": FROZEN,
+                    "flags": {key: newest.meta[key] for key in ("epoch_end", "finished", "name")},
+                }
+            )
+            offer["arena"] = vars(shape)
+            fds.append(newest.arena.fd)
+        channel.send(offer, fds)
+        self.log.emit(events.Adopted(pid=pid, complete=len(fds)))
+        channel.socket.settimeout(None)
+        self.channel = channel
+        self._leave_at = time.monotonic() + self.linger_seconds
+        self._watch(pid)
+        self._selector.register(channel, selectors.EVENT_READ, self._on_trainer)
+
+    def _drop_old_arenas(self) -> None:
+        """Free memory of layouts that nobody needs any more: all but the newest generation, once written."""
+        if len(self.arenas) < 2:
+            return
+        with self._lock:
+            used = {item.arena.shape.generation for item in self.queue.items}
+            for generation in sorted(self.arenas)[:-1]:
+                if generation not in used:
+                    newest = self.queue.newest_complete
+                    if newest is not None and newest.arena.shape.generation == generation:
+                        self.queue.newest_complete = None
+                    self.arenas.pop(generation).close()
+
+
+def main() -> None:
+    """Entry of the process. The descriptor of the socket is the only argument."""
+    faults.set_role("agent")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the trainer decides when the agent ends
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    Agent(Channel(sock)).run()
+    os._exit(0)

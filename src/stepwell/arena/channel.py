@@ -1,0 +1,138 @@
+"""Messages between trainer and agent: length, JSON, and file descriptors beside it.
+
+Owns:    framing, descriptor passing, the abstract address where a lingering agent can be found, and the check of who
+         is at the other end.
+Holds:   a message is either whole or not there; what was sent before a SIGKILL still arrives.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import struct
+from typing import Any, Final
+
+Message = dict[str, Any]
+
+_LENGTH: Final = struct.Struct("<Q")
+_MAX_MESSAGE: Final = 1 << 30
+_PREFIX: Final = "stepwell/"
+
+
+class Channel:
+    """One end of a stream socket. Not shared between threads without a lock."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._buffer = bytearray()
+        self._fds: list[int] = []
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self.socket.fileno()
+
+    def send(self, message: Message, fds: list[int] | None = None) -> None:
+        """Send one message; descriptors travel with its first byte. Raises OSError if the peer is gone."""
+        body = json.dumps(message, separators=(",", ":")).encode()
+        data = _LENGTH.pack(len(body)) + body
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        sent = self.socket.sendmsg([data], ancillary)
+        self.socket.sendall(memoryview(data)[sent:])
+
+    def receive(self) -> tuple[Message, list[int]] | None:
+        """Block for the next message and the descriptors that came so far; None at the end of the stream."""
+        while True:
+            message = self.next_buffered()
+            if message is not None:
+                fds, self._fds = self._fds, []
+                return message, fds
+            if not self.fill():
+                return None
+
+    def fill(self) -> bool:
+        """Read what is there (blocking if nothing is). False at the end of the stream."""
+        space = socket.CMSG_SPACE(4 * array.array("i").itemsize)
+        try:
+            data, ancillary, _, _ = self.socket.recvmsg(1 << 20, space)
+        except ConnectionError:
+            return False
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+                for fd in received:
+                    os.set_inheritable(fd, False)
+                self._fds.extend(received)
+        self._buffer += data
+        return bool(data)
+
+    def next_buffered(self) -> Message | None:
+        """A message that has fully arrived, or None."""
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > _MAX_MESSAGE:
+            raise OSError(f"message of {length} bytes, more than {_MAX_MESSAGE}")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        message: Message = json.loads(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return message
+
+    def take_fds(self) -> list[int]:
+        """Descriptors that came with the messages read so far."""
+        fds, self._fds = self._fds, []
+        return fds
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
+
+
+def listen(run: str, rank: int) -> socket.socket:
+    """An abstract address where a successor of this trainer can find this agent. No file, nothing to clean."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    listener.bind(f"\0{_PREFIX}{run}/{rank}/{os.getpid()}")
+    listener.listen(4)
+    return listener
+
+
+def find_agents(run: str, rank: int) -> list[str]:
+    """Addresses of all agents of this run and rank in this network namespace."""
+    start = f"@{_PREFIX}{run}/{rank}/"
+    found = set()
+    with open("/proc/net/unix") as table:
+        for line in table:
+            name = line.split()[-1]
+            if name.startswith(start):
+                found.add("\0" + name[1:])
+    return sorted(found)
+
+
+def connect(address: str, *, timeout: float) -> Channel | None:
+    """Connect to an agent of the same user; None if it is gone or somebody else's."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock.settimeout(timeout)
+    try:
+        sock.connect(address)
+        if not is_same_user(sock):
+            sock.close()
+            return None
+    except OSError:
+        sock.close()
+        return None
+    return Channel(sock)
+
+
+def is_same_user(sock: socket.socket) -> bool:
+    """Whether the process at the other end belongs to this user (checked by the kernel)."""
+    return peer(sock)[1] == os.getuid()
+
+
+def peer(sock: socket.socket) -> tuple[int, int]:
+    """Pid and user id of the process at the other end."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid, uid

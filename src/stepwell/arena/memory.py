@@ -1,0 +1,174 @@
+"""The arena: anonymous shared memory for snapshots, held by trainer and agent alike.
+
+Owns:    the memfd, its mapping, the slot headers, and how much memory may be taken.
+Not:     what the bytes of a slot mean (a slot is the exact image of a shard file).
+Holds:   no name anywhere, so nothing to leak: the kernel frees it when both processes are gone; not inherited by
+         forked children; pages are reserved up front, so a full machine shows as an error and never as a bus error;
+         a slot is complete only when sequence and verdict both carry its number.
+
+    page 0                     header: 64 bytes per slot
+    slot 0, slot 1, ...        images of the live shard file
+    frozen                     image of the file of leaves that do not change
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+PAGE: Final = 4096
+HEADER_BYTES: Final = PAGE
+MAX_SLOTS: Final = 8
+FROZEN: Final = MAX_SLOTS
+"""Index of the frozen image in the header."""
+_STRIDE: Final = 64
+_VOID: Final = 1 << 63
+_WORD: Final = struct.Struct("<Q")
+_SEQUENCE, _VERDICT, _SUSPECTS, _FIRST = 0, 8, 16, 24
+_MADV_POPULATE_WRITE: Final = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class ArenaShape:
+    """How an arena is divided. Slot sizes are whole pages."""
+
+    generation: int
+    slots: int
+    slot_bytes: int
+    frozen_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole memory."""
+        return HEADER_BYTES + self.slots * self.slot_bytes + self.frozen_bytes
+
+    def start(self, index: int) -> int:
+        """Where a slot's image begins."""
+        return HEADER_BYTES + (self.slots if index == FROZEN else index) * self.slot_bytes
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """How many leaves hold non-finite values, and the number of the first."""
+
+    leaves: int
+    first: int
+
+
+class Arena:
+    """One arena, mapped into this process. Made by `allocate` (trainer) or `attach` (agent, successor)."""
+
+    def __init__(self, fd: int, shape: ArenaShape, memory: mmap.mmap) -> None:
+        self.fd = fd
+        self.shape = shape
+        self.memory = memory
+        self.view = memoryview(memory)
+
+    @classmethod
+    def allocate(cls, shape: ArenaShape) -> Arena:
+        """Reserve the memory. Raises OSError (ENOMEM, ENOSPC) if there is not enough; takes time: 2 to 3 GB/s."""
+        fd = os.memfd_create("stepwell-arena", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, shape.nbytes)
+            return cls.attach(fd, shape)
+        except OSError:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, shape: ArenaShape) -> Arena:
+        """Map an arena whose descriptor came from another process."""
+        if os.fstat(fd).st_size < shape.nbytes:
+            raise OSError(f"arena of {os.fstat(fd).st_size} bytes, expected {shape.nbytes}")
+        memory = mmap.mmap(fd, shape.nbytes)
+        memory.madvise(mmap.MADV_DONTFORK)  # loader workers must neither hold nor copy it
+        return cls(fd, shape, memory)
+
+    def address(self) -> int:
+        """Address of the mapping in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def fault_in(self) -> None:
+        """Map all pages now, so that the first snapshot does not. Blocks without the interpreter lock."""
+        _libc.madvise(ctypes.c_void_p(self.address()), ctypes.c_size_t(self.shape.nbytes), _MADV_POPULATE_WRITE)
+
+    def image(self, index: int, nbytes: int) -> memoryview:
+        """The first `nbytes` of a slot."""
+        start = self.shape.start(index)
+        return self.view[start : start + nbytes]
+
+    def header_offset(self, index: int) -> int:
+        """Where a slot's header words lie (sequence first)."""
+        return index * _STRIDE
+
+    def _put(self, index: int, word: int, value: int) -> None:
+        _WORD.pack_into(self.memory, index * _STRIDE + word, value)
+
+    def _get(self, index: int, word: int) -> int:
+        value: int = _WORD.unpack_from(self.memory, index * _STRIDE + word)[0]
+        return value
+
+    def claim(self, index: int) -> None:
+        """Forget what a slot held, before its bytes are overwritten."""
+        for word in (_SEQUENCE, _VERDICT, _SUSPECTS, _FIRST):
+            self._put(index, word, 0)
+
+    def set_suspects(self, index: int, leaves: int, first: int) -> None:
+        """Note non-finite leaves. Must come before `set_sequence`."""
+        self._put(index, _FIRST, first)
+        self._put(index, _SUSPECTS, leaves)
+
+    def set_sequence(self, index: int, sequence: int) -> None:
+        """All bytes are there. On CUDA the copy stream writes this word itself, last."""
+        self._put(index, _SEQUENCE, sequence)
+
+    def set_verdict(self, index: int, sequence: int, *, is_good: bool) -> None:
+        """The guard has looked: the snapshot counts, or is void."""
+        self._put(index, _VERDICT, sequence if is_good else sequence | _VOID)
+
+    def is_complete(self, index: int, sequence: int) -> bool:
+        """Bytes and verdict are both in."""
+        return self._get(index, _SEQUENCE) == sequence and self._get(index, _VERDICT) == sequence
+
+    def is_void(self, index: int, sequence: int) -> bool:
+        """The guard threw it away, or the slot was claimed for another snapshot."""
+        return self._get(index, _VERDICT) == sequence | _VOID
+
+    def suspects(self, index: int) -> Suspects:
+        """What was noticed about the slot's values."""
+        return Suspects(self._get(index, _SUSPECTS), self._get(index, _FIRST))
+
+    def close(self) -> None:
+        """Let go of the memory. A view somebody still holds keeps the mapping until it is gone."""
+        self.view.release()
+        try:
+            self.memory.close()
+        except BufferError:
+            pass  # unmapped when the last view is collected
+        os.close(self.fd)
+
+
+def available_bytes() -> int:
+    """Host memory that can be taken without pushing the machine, or this cgroup, into trouble."""
+    with open("/proc/meminfo") as file:
+        found = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            found = min(found, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):
+            continue  # no such controller, or "max"
+    return max(0, found)
+
+
+def whole_pages(nbytes: int) -> int:
+    """Round up to pages."""
+    return -(-nbytes // PAGE) * PAGE

@@ -1,0 +1,123 @@
+"""Named points where a test may kill the process, fail a file operation or slow a copy down.
+
+Owns:    the three environment variables below, read once at import.
+Not:     any decision: with the variables unset every call returns at once.
+
+    STEPWELL_CRASH=point:rank:nth         SIGKILL at the nth passage of that point on that rank
+    STEPWELL_FAULT=op:errno:nth[,...]     the nth call of a file operation fails; `3+` from the 3rd on,
+                                          `SHORT` instead of an errno writes only half of the bytes
+    STEPWELL_SLOW_COPY=seconds            pause before each leaf that is copied while training runs
+
+A variable may hold `agent!` or `trainer!` in front, to act in that process only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from typing import Final, Literal
+
+Role = Literal["trainer", "agent"]
+
+_role: Role = "trainer"
+_lock: Final = threading.Lock()
+_counts: Final[dict[str, int]] = {}
+POINTS: Final[dict[str, str]] = {
+    "trigger.begin": "trainer: before anything of a snapshot exists",
+    "trigger.announced": "trainer: the agent knows of the snapshot, nothing is copied",
+    "copy.middle": "trainer: half of the leaves are copied",
+    "copy.done": "trainer: all bytes are there, the verdict is not",
+    "copy.complete": "trainer: the snapshot is complete",
+    "gate.passed": "trainer: the optimizer may step",
+    "persist.begin": "agent: a complete snapshot was picked up",
+    "shard.middle": "agent: half of the blocks are written",
+    "shard.written": "agent: all blocks are written, not synced",
+    "shard.synced": "agent: synced under the temporary name",
+    "shard.renamed": "agent: final name, directory not synced",
+    "shard.durable": "agent: shard durable, no record",
+    "record.renamed": "agent: record under its final name",
+    "record.durable": "agent: record durable, no manifest",
+    "manifest.written": "agent: manifest under a temporary name",
+    "manifest.linked": "agent: manifest visible, directory not synced",
+    "manifest.durable": "agent: committed, nobody told",
+    "prune.begin": "agent: before the manifest of an old checkpoint goes",
+    "prune.unlisted": "agent: the old checkpoint is no checkpoint any more",
+    "prune.middle": "agent: some of its files are gone",
+    "lineage.linked": "trainer: the next lineage exists, directory not synced",
+    "restore.loaded": "trainer: state is back, no lineage yet",
+}
+
+
+def _clause(variable: str) -> str | None:
+    value = os.environ.get(variable)
+    if not value:
+        return None
+    role, mark, rest = value.partition("!")
+    if not mark:
+        return value
+    return rest if role == _role else None
+
+
+def set_role(role: Role) -> None:
+    """Say which process this is. Called once by the agent's main."""
+    global _role, _crash, _faults
+    _role = role
+    _crash, _faults = _read_crash(), _read_faults()
+
+
+def _read_crash() -> tuple[str, int, int] | None:
+    clause = _clause("STEPWELL_CRASH")
+    if clause is None:
+        return None
+    point, rank, nth = clause.split(":")
+    if point not in POINTS:
+        raise ValueError(f"STEPWELL_CRASH names no known point: {point!r}; known: {', '.join(POINTS)}")
+    return point, int(rank), int(nth)
+
+
+def _read_faults() -> list[tuple[str, str, int, bool]]:
+    clause = _clause("STEPWELL_FAULT")
+    faults = []
+    for part in clause.split(",") if clause else ():
+        op, error, nth = part.split(":")
+        faults.append((op, error, int(nth.rstrip("+")), nth.endswith("+")))
+    return faults
+
+
+_crash = _read_crash()
+_faults = _read_faults()
+_slow_copy = float(_clause("STEPWELL_SLOW_COPY") or 0)
+
+
+def crash_point(name: str, rank: int = 0) -> None:
+    """Die here by SIGKILL if a test asked for it: no handlers, no flushing, as a real kill."""
+    if _crash is None or _crash[0] != name or _crash[1] != rank:
+        return
+    with _lock:
+        _counts[name] = count = _counts.get(name, 0) + 1
+    if count == _crash[2]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def file_operation(op: str, path: object, length: int = 0) -> int:
+    """Raise the error a test asked for at this operation; return how many bytes may be written."""
+    if not _faults:
+        return length
+    with _lock:
+        _counts[op] = count = _counts.get(op, 0) + 1
+    for name, error, nth, onwards in _faults:
+        if name in (op, "any") and (count == nth or (onwards and count > nth)):
+            if error == "SHORT":
+                return max(1, length // 2)
+            number = getattr(errno, error)
+            raise OSError(number, os.strerror(number), str(path))
+    return length
+
+
+def slow_copy() -> None:
+    """Pause in a copier, so that tests can see what changes under a slow copy."""
+    if _slow_copy:
+        time.sleep(_slow_copy)

@@ -1,0 +1,146 @@
+"""The manifest (a checkpoint exists if and only if its manifest does), and the two records of a run.
+
+Owns:    `manifest.json`, `run.json` and `lineage/0001.json`: fields, dumping, checked loading.
+Holds:   a manifest names every record by digest; a lineage names its parent and the step where it left it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from stepwell.errors import DamagedError
+from stepwell.format.document import Fields, seal, unseal
+from stepwell.format.record import check_file_name
+from stepwell.types import CheckpointId
+
+MANIFEST: Final = "stepwell.manifest/1"
+RUN: Final = "stepwell.run/1"
+LINEAGE: Final = "stepwell.lineage/1"
+
+
+@dataclass(frozen=True)
+class RecordRef:
+    """A record by file name and digest of its bytes."""
+
+    name: str
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The commit record of one checkpoint. `name` is set for checkpoints the user named: these are never pruned."""
+
+    run: str
+    id: CheckpointId
+    world_size: int
+    created: float
+    records: tuple[RecordRef, ...]
+    nbytes: int
+    exact: bool = True
+    suspect: str | None = None
+    epoch_end: bool = False
+    finished: bool = False
+    name: str | None = None
+
+    def dump(self) -> bytes:
+        """Bytes of the manifest file."""
+        return seal(
+            {
+                "format": MANIFEST,
+                "run": self.run,
+                "step": self.id.step,
+                "repeat": self.id.repeat,
+                "lineage": self.id.lineage,
+                "world_size": self.world_size,
+                "created": self.created,
+                "nbytes": self.nbytes,
+                "exact": self.exact,
+                "suspect": self.suspect,
+                "epoch_end": self.epoch_end,
+                "finished": self.finished,
+                "name": self.name,
+                "records": [{"name": ref.name, "nbytes": ref.nbytes, "digest": ref.digest} for ref in self.records],
+            }
+        )
+
+    @classmethod
+    def load(cls, data: bytes, *, path: str) -> Manifest:
+        """Parse and check a manifest file."""
+        fields = Fields(unseal(data, path=path, kind=MANIFEST), path=path)
+        records = []
+        for item in fields.items("records"):
+            ref = Fields(item, path=path)
+            name = check_file_name(ref.text("name"), path=path)
+            records.append(RecordRef(name, ref.integer("nbytes"), ref.text("digest")))
+        if not records or len(records) != fields.integer("world_size"):
+            raise DamagedError(f"{path}: {len(records)} records for {fields.integer('world_size')} ranks", path=path)
+        return cls(
+            run=fields.text("run"),
+            id=CheckpointId(fields.integer("step"), fields.integer("repeat"), fields.integer("lineage")),
+            world_size=fields.integer("world_size"),
+            created=fields.number("created"),
+            records=tuple(records),
+            nbytes=fields.integer("nbytes"),
+            exact=fields.flag("exact"),
+            suspect=fields.optional_text("suspect"),
+            epoch_end=fields.flag("epoch_end"),
+            finished=fields.flag("finished"),
+            name=fields.optional_text("name"),
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """Identity of a run: its id, and the seed drawn or given at the first start."""
+
+    id: str
+    seed: int
+    created: float
+
+    def dump(self) -> bytes:
+        """Bytes of `run.json`."""
+        return seal({"format": RUN, "id": self.id, "seed": self.seed, "created": self.created})
+
+    @classmethod
+    def load(cls, data: bytes, *, path: str) -> Run:
+        """Parse and check `run.json`."""
+        fields = Fields(unseal(data, path=path, kind=RUN), path=path)
+        return cls(fields.text("id"), fields.integer("seed", limit=1 << 64), fields.number("created"))
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """One continuation of the run: it left lineage `parent` at `step` (parent 0: it started fresh)."""
+
+    number: int
+    parent: int
+    step: int
+    created: float
+    host: str
+
+    def dump(self) -> bytes:
+        """Bytes of `lineage/<number>.json`."""
+        return seal(
+            {
+                "format": LINEAGE,
+                "number": self.number,
+                "parent": self.parent,
+                "step": self.step,
+                "created": self.created,
+                "host": self.host,
+            }
+        )
+
+    @classmethod
+    def load(cls, data: bytes, *, path: str) -> Lineage:
+        """Parse and check a lineage file."""
+        fields = Fields(unseal(data, path=path, kind=LINEAGE), path=path)
+        return cls(
+            number=fields.integer("number"),
+            parent=fields.integer("parent"),
+            step=fields.integer("step"),
+            created=fields.number("created"),
+            host=fields.text("host"),
+        )

@@ -1,0 +1,171 @@
+"""The shard record: what one rank contributed to one checkpoint, and how to check it.
+
+Owns:    the fields of `rank-00000.json` and their meaning.
+Before:  the agent wrote the files and knows their block checksums.   After: the manifest names the record by digest.
+Holds:   file names stay inside the checkpoint's directory; leaves lie inside their files.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from stepwell.errors import DamagedError
+from stepwell.format import dtypes
+from stepwell.format.checksum import block_count
+from stepwell.format.document import Fields, seal, unseal
+from stepwell.types import CheckpointId, Owner
+
+KIND: Final = "stepwell.record/1"
+_FILE_NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
+_DIGEST: Final = re.compile(r"^[0-9a-f]{16}$")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a shard. `kind`: safetensors, or opaque for a file that the user wrote."""
+
+    name: str
+    kind: str
+    nbytes: int
+    block_bytes: int
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LeafEntry:
+    """One tensor: what it is, where it lies, and what later stages need to know of it.
+
+    role:          parameter, moment, buffer, rng, value ...: what the codecs may do with it
+    global_shape:  shape of the whole tensor of which this is the box at `offsets` (equal to shape on one rank)
+    codec:         raw, or the name of the code; `parent` names the base of a delta; `exact` is false for lossy codes
+    """
+
+    name: str
+    file: int
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    role: str
+    device: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    codec: str = "raw"
+    exact: bool = True
+    parent: str | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything one rank says about its part of one checkpoint."""
+
+    run: str
+    id: CheckpointId
+    owner: Owner
+    created: float
+    files: tuple[FileEntry, ...]
+    leaves: tuple[LeafEntry, ...]
+    tree: Any
+    suspect: str | None = None
+    parity: dict[str, Any] | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all its files."""
+        return sum(file.nbytes for file in self.files)
+
+    def dump(self) -> bytes:
+        """Bytes of the record file."""
+        return seal(
+            {
+                "format": KIND,
+                "run": self.run,
+                "step": self.id.step,
+                "repeat": self.id.repeat,
+                "lineage": self.id.lineage,
+                "rank": self.owner.rank,
+                "world_size": self.owner.world_size,
+                "created": self.created,
+                "suspect": self.suspect,
+                "parity": self.parity,
+                "versions": self.versions,
+                "files": [asdict(file) for file in self.files],
+                "leaves": [asdict(leaf) for leaf in self.leaves],
+                "tree": self.tree,
+            }
+        )
+
+    @classmethod
+    def load(cls, data: bytes, *, path: str) -> Record:
+        """Parse and check a record file. Raises DamagedError with the file's name."""
+        fields = Fields(unseal(data, path=path, kind=KIND), path=path)
+        files = tuple(_file(item, path) for item in fields.items("files"))
+        if len({file.name for file in files}) != len(files):
+            raise DamagedError(f"{path}: two files share a name", path=path)
+        leaves = tuple(_leaf(item, files, path) for item in fields.items("leaves"))
+        if len({leaf.name for leaf in leaves}) != len(leaves):
+            raise DamagedError(f"{path}: two leaves share a name", path=path)
+        parity, versions = fields.raw("parity"), fields.raw("versions")
+        if not (parity is None or isinstance(parity, dict)) or not isinstance(versions, dict):
+            raise DamagedError(f"{path}: parity or versions are not of their form", path=path)
+        return cls(
+            run=fields.text("run"),
+            id=CheckpointId(fields.integer("step"), fields.integer("repeat"), fields.integer("lineage")),
+            owner=Owner(fields.integer("rank"), fields.integer("world_size")),
+            created=fields.number("created"),
+            suspect=fields.optional_text("suspect"),
+            parity=parity,
+            versions=versions,
+            files=files,
+            leaves=leaves,
+            tree=fields.raw("tree"),
+        )
+
+
+def check_file_name(name: str, *, path: str) -> str:
+    """Refuse names that could lead out of the checkpoint's directory."""
+    if not _FILE_NAME.match(name) or ".." in name:
+        raise DamagedError(f"{path}: {name!r} is not a plain file name", path=path, found=name)
+    return name
+
+
+def _file(item: object, path: str) -> FileEntry:
+    fields = Fields(item, path=path)
+    nbytes, block_bytes = fields.integer("nbytes"), fields.integer("block_bytes", limit=1 << 30)
+    blocks, kind = fields.items("blocks"), fields.text("kind")
+    name = check_file_name(fields.text("name"), path=path)
+    if kind not in ("safetensors", "opaque"):
+        raise DamagedError(f"{path}: file {name} is of unknown kind {kind!r}", path=path)
+    if block_bytes < 4096 or len(blocks) != block_count(nbytes, block_bytes):
+        raise DamagedError(f"{path}: file {name} has {len(blocks)} checksums for {nbytes} bytes", path=path)
+    if not all(isinstance(block, str) and _DIGEST.match(block) for block in blocks):
+        raise DamagedError(f"{path}: file {name} has a checksum that is none", path=path)
+    return FileEntry(name, kind, nbytes, block_bytes, tuple(blocks))
+
+
+def _leaf(item: object, files: tuple[FileEntry, ...], path: str) -> LeafEntry:
+    fields = Fields(item, path=path)
+    leaf = LeafEntry(
+        name=fields.text("name"),
+        file=fields.integer("file"),
+        dtype=fields.text("dtype"),
+        shape=fields.shape("shape"),
+        start=fields.integer("start"),
+        end=fields.integer("end"),
+        role=fields.text("role"),
+        device=fields.text("device"),
+        global_shape=fields.shape("global_shape"),
+        offsets=fields.shape("offsets"),
+        codec=fields.text("codec"),
+        exact=fields.flag("exact"),
+        parent=fields.optional_text("parent"),
+    )
+    if not dtypes.is_known(leaf.dtype):
+        raise DamagedError(f"{path}: leaf {leaf.name!r} has unknown element type {leaf.dtype!r}", path=path)
+    size = dtypes.element_count(leaf.shape) * dtypes.itemsize(leaf.dtype)
+    if leaf.file >= len(files) or leaf.end - leaf.start != size or leaf.end > files[leaf.file].nbytes:
+        raise DamagedError(f"{path}: leaf {leaf.name!r} does not lie inside its file", path=path, leaf=leaf.name)
+    return leaf

@@ -1,0 +1,168 @@
+"""Plain values as typed JSON: what goes in comes out with its types, and no code runs.
+
+Owns:    the encoding of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, OrderedDict,
+         named tuples, enums, ranges and slices. Tensors and arrays are handed to `extern` by the state package.
+Holds:   a value that cannot be represented is refused with its path; a decoded name is looked up only among
+         modules that are already imported, never imported.
+
+Encoding: JSON scalars and lists stand for themselves; a dict with plain string keys stands for itself; everything
+else is an object with one key that starts with `$`.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final
+
+from stepwell.errors import DamagedError, StateError
+
+Path = tuple[str, ...]
+Extern = Callable[[Any, Path], Any]
+"""Encodes a value the format does not know; returns NotImplemented to refuse it."""
+Intern = Callable[[str, Any], Any]
+"""Decodes a `$tag` the format does not know; returns NotImplemented to refuse it."""
+
+MAX_DEPTH: Final = 200
+_JSON_INT: Final = 1 << 63
+
+
+def show(path: Path) -> str:
+    """A path in the tree for people: `optimizer/state/0/exp_avg`."""
+    return "/".join(path) or "(root)"
+
+
+def encode(value: Any, path: Path, extern: Extern) -> Any:
+    """Typed JSON for `value`. Raises StateError with the path of what cannot be represented."""
+    if len(path) > MAX_DEPTH:
+        raise StateError(f"{show(path[:8])}/...: nested deeper than {MAX_DEPTH}, or containing itself", path=show(path))
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return value if -_JSON_INT <= value < _JSON_INT else {"$int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if kind is dict or kind is OrderedDict:
+        return _encode_dict(value, path, extern)
+    if kind is list:
+        return [encode(item, (*path, str(i)), extern) for i, item in enumerate(value)]
+    if kind is tuple:
+        return {"$tuple": [encode(item, (*path, str(i)), extern) for i, item in enumerate(value)]}
+    if kind is bytes or kind is bytearray:
+        return {f"${kind.__name__}": base64.b64encode(value).decode()}
+    if kind is complex:
+        return {"$complex": [repr(value.real), repr(value.imag)]}
+    if kind is set or kind is frozenset:
+        items = [encode(item, (*path, "{}"), extern) for item in value]
+        return {f"${kind.__name__}": sorted(items, key=repr)}
+    if kind is range or kind is slice:
+        return {f"${kind.__name__}": [encode(n, path, extern) for n in (value.start, value.stop, value.step)]}
+    if isinstance(value, enum.Enum):
+        return {"$enum": [kind.__module__, kind.__qualname__, value.name]}
+    encoded = extern(value, path)
+    if encoded is not NotImplemented:
+        return encoded
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        items = [encode(item, (*path, name), extern) for name, item in zip(kind._fields, value, strict=True)]
+        return {"$namedtuple": [kind.__module__, kind.__qualname__, items]}
+    raise StateError(
+        f"{show(path)}: a value of type {kind.__module__}.{kind.__qualname__} cannot be stored without pickle; "
+        "give it state_dict/load_state_dict and track it, or turn it into plain values",
+        path=show(path),
+        found=kind.__qualname__,
+    )
+
+
+def _encode_dict(value: dict[Any, Any], path: Path, extern: Extern) -> Any:
+    extra = getattr(value, "_metadata", None)
+    plain = type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value)
+    if plain:
+        return {key: encode(item, (*path, key), extern) for key, item in value.items()}
+    items = [
+        [encode(key, (*path, f"key {key!r}"), extern), encode(item, (*path, str(key)), extern)]
+        for key, item in value.items()
+    ]
+    if type(value) is dict:
+        return {"$dict": items}
+    if extra is None:
+        return {"$ordered": items}
+    return {"$state_dict": [items, encode(extra, (*path, "_metadata"), extern)]}
+
+
+def decode(value: Any, intern: Intern) -> Any:
+    """The value behind typed JSON. Raises DamagedError for a tag that nobody knows."""
+    try:
+        return _decode(value, intern)
+    except RecursionError:
+        raise DamagedError("the tree of values is nested too deeply") from None
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise DamagedError(f"the tree of values is not valid: {error}") from error
+
+
+def _decode(value: Any, intern: Intern) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, intern) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        tag, payload = next(iter(value.items()))
+        if tag.startswith("$"):
+            return _decode_tag(tag, payload, intern)
+    return {key: _decode(item, intern) for key, item in value.items()}
+
+
+def _decode_tag(tag: str, payload: Any, intern: Intern) -> Any:
+    def each(items: Any) -> list[Any]:
+        return [_decode(item, intern) for item in items]
+
+    def pairs(items: Any) -> list[tuple[Any, Any]]:
+        return [(_decode(key, intern), _decode(item, intern)) for key, item in items]
+
+    if tag == "$int":
+        return int(payload, 16)
+    if tag == "$float" or tag == "$complex":
+        return float(payload) if tag == "$float" else complex(float(payload[0]), float(payload[1]))
+    if tag == "$tuple":
+        return tuple(each(payload))
+    if tag == "$bytes" or tag == "$bytearray":
+        data = base64.b64decode(payload, validate=True)
+        return data if tag == "$bytes" else bytearray(data)
+    if tag == "$set" or tag == "$frozenset":
+        return set(each(payload)) if tag == "$set" else frozenset(each(payload))
+    if tag == "$range" or tag == "$slice":
+        return range(*payload) if tag == "$range" else slice(*each(payload))
+    if tag == "$dict" or tag == "$ordered":
+        return dict(pairs(payload)) if tag == "$dict" else OrderedDict(pairs(payload))
+    if tag == "$state_dict":
+        state = OrderedDict(pairs(payload[0]))
+        state._metadata = _decode(payload[1], intern)  # type: ignore[attr-defined]
+        return state
+    if tag == "$enum":
+        return _loaded_class(payload[0], payload[1], enum.Enum)[payload[2]]
+    if tag == "$namedtuple":
+        kind, items = _loaded_class(payload[0], payload[1], tuple), each(payload[2])
+        if len(kind._fields) != len(items):
+            raise DamagedError(f"named tuple {payload[1]} has {len(kind._fields)} fields, stored are {len(items)}")
+        return tuple.__new__(kind, items)
+    found = intern(tag, payload)
+    if found is NotImplemented:
+        raise DamagedError(f"value of unknown kind {tag!r}: written by a newer version?", found=tag)
+    return found
+
+
+def _loaded_class(module: str, qualname: str, base: type) -> Any:
+    """A class by name among imported modules. Importing would run code that a checkpoint named."""
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise StateError(
+            f"{module}.{qualname} is needed to restore a value and is not loaded; import {module} before restore()",
+            found=f"{module}.{qualname}",
+        )
+    return found

@@ -1,0 +1,105 @@
+"""What checkpoints a run directory holds, and in which state each is.
+
+Owns:    listing and judging by manifest and record, without reading shards.
+Not:     choosing one (restore.plan), checking shard bytes (restore.read).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepwell.errors import DamagedError
+from stepwell.format.checksum import document_digest
+from stepwell.format.manifest import Manifest
+from stepwell.format.record import Record
+from stepwell.store import files
+from stepwell.store.lineage import History, read_history
+from stepwell.store.paths import RunPaths
+from stepwell.types import CheckpointId
+
+_MAX_MANIFEST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint directory. `manifest` is None when it is damaged (`damage` says how) or was never committed."""
+
+    id: CheckpointId
+    path: Path
+    manifest: Manifest | None
+    damage: str | None
+    is_live: bool
+
+    @property
+    def is_committed(self) -> bool:
+        """A manifest is there, readable or not."""
+        return self.manifest is not None or self.damage is not None
+
+    @property
+    def is_good(self) -> bool:
+        """Committed and, as far as the manifest tells, whole."""
+        return self.manifest is not None
+
+
+def scan(paths: RunPaths) -> list[Entry]:
+    """All checkpoint directories, newest step first. Stray names are ignored."""
+    history = read_history(paths)
+    entries = []
+    try:
+        names = os.listdir(paths.root)
+    except FileNotFoundError:
+        return []
+    for name in names:
+        id = CheckpointId.parse(name)
+        if id is not None and not (paths.root / name).is_symlink():
+            entries.append(judge(paths, id, history))
+    return sorted(entries, key=lambda entry: entry.id, reverse=True)
+
+
+def judge(paths: RunPaths, id: CheckpointId, history: History) -> Entry:
+    """Look at one checkpoint directory."""
+    path, is_live = paths.checkpoint(id), history.is_live(id)
+    if not os.path.lexists(paths.manifest(id)):
+        return Entry(id, path, None, None, is_live)
+    try:
+        return Entry(id, path, read_manifest(paths, id), None, is_live)
+    except DamagedError as error:
+        return Entry(id, path, None, str(error), is_live)
+
+
+def read_manifest(paths: RunPaths, id: CheckpointId) -> Manifest:
+    """The manifest of a checkpoint, checked against its place."""
+    path = paths.manifest(id)
+    manifest = Manifest.load(files.get(path, limit=_MAX_MANIFEST_BYTES), path=str(path))
+    if manifest.id != id:
+        raise DamagedError(f"{path}: speaks of {manifest.id}, lies in {id}", path=str(path), expected=str(id))
+    return manifest
+
+
+def read_record(paths: RunPaths, manifest: Manifest, rank: int = 0) -> Record:
+    """A rank's record, checked against the manifest that names it, sizes of its files included."""
+    ref = manifest.records[rank]
+    path = paths.checkpoint(manifest.id) / ref.name
+    data = files.get(path)
+    digest = document_digest(data)
+    if len(data) != ref.nbytes or digest != ref.digest:
+        raise DamagedError(
+            f"{path}: digest {digest}, the manifest says {ref.digest}", path=str(path), expected=ref.digest, found=digest
+        )
+    record = Record.load(data, path=str(path))
+    if record.id != manifest.id or record.run != manifest.run or record.owner.rank != rank:
+        raise DamagedError(f"{path}: belongs to {record.id} of run {record.run}", path=str(path))
+    for file in record.files:
+        _check_size(paths.checkpoint(manifest.id) / file.name, file.nbytes)
+    return record
+
+
+def _check_size(path: Path, expected: int) -> None:
+    try:
+        found = os.lstat(path).st_size
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror}", path=str(path)) from error
+    if found != expected:
+        raise DamagedError(f"{path}: {found} bytes, the record says {expected}", path=str(path), expected=expected, found=found)

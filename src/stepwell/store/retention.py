@@ -1,0 +1,65 @@
+"""Which checkpoints may go, and how one goes.
+
+Owns:    the choice (a pure function) and the removal order.
+Holds:   the newest two good live checkpoints are never removed, whatever `Keep` says; suspect and damaged ones do not
+         count; a checkpoint loses its manifest first, so what remains after a crash is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from stepwell.faults import crash_point
+from stepwell.store import files
+from stepwell.store.catalog import Entry
+from stepwell.types import Keep
+
+_SUSPECTS_KEPT = 1
+
+
+def surplus(entries: Sequence[Entry], keep: Keep) -> list[tuple[Entry, str]]:
+    """Committed checkpoints that may go, with the reason. `entries` as `scan` returns them: newest first."""
+    good = [e for e in entries if e.is_live and e.manifest is not None and e.manifest.suspect is None]
+    suspects = [e for e in entries if e.is_live and e.manifest is not None and e.manifest.suspect is not None]
+    protected = set(e.id for e in good[: max(2, keep.last)])
+    protected.update(e.id for e in suspects[:_SUSPECTS_KEPT])
+    out = []
+    for entry in entries:
+        if not entry.is_committed or entry.id in protected:
+            continue
+        manifest = entry.manifest
+        if manifest is not None and manifest.name is not None:
+            continue
+        if len(good) < max(2, keep.last):
+            continue  # nothing goes before enough good ones stand, not even what is damaged or abandoned
+        if not entry.is_live:
+            out.append((entry, "abandoned branch"))
+        elif manifest is None:
+            out.append((entry, "damaged"))
+        elif manifest.suspect is not None:
+            out.append((entry, "suspect, and a newer suspect one is kept"))
+        elif keep.every is not None and entry.id.step % keep.every == 0:
+            continue
+        elif keep.epochs and manifest.epoch_end:
+            continue
+        else:
+            out.append((entry, f"newer ones kept: {keep.last}"))
+    return out
+
+
+def remove_checkpoint(entry: Entry) -> None:
+    """Remove one checkpoint: first it stops being one, then its files go."""
+    crash_point("prune.begin")
+    files.remove(entry.path / "manifest.json")
+    files.sync_directory(entry.path)  # before the shards go: a power loss must not bring the manifest back alone
+    crash_point("prune.unlisted")
+    remove_directory(entry)
+
+
+def remove_directory(entry: Entry) -> None:
+    """Remove what is left of a directory that holds no manifest."""
+    for name in sorted(os.listdir(entry.path)):
+        files.remove(entry.path / name)
+        crash_point("prune.middle")
+    os.rmdir(entry.path)

@@ -1,0 +1,77 @@
+"""The small frozen types that every stage speaks.
+
+Owns:    identities (which checkpoint, which rank) and what a person may ask to keep.
+Not:     bytes (format), files (store), tensors (state).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from stepwell.errors import ConfigError
+
+_NAME = re.compile(r"^step-(\d{12})\.l(\d{4,8})(?:\.r(\d{1,6}))?$")
+
+
+@dataclass(frozen=True, order=True)
+class CheckpointId:
+    """Which checkpoint: ordered by step, then by how often that step was saved again, then by lineage."""
+
+    step: int
+    repeat: int
+    lineage: int
+
+    @property
+    def directory(self) -> str:
+        """Name of its directory in the run."""
+        again = f".r{self.repeat}" if self.repeat else ""
+        return f"step-{self.step:012d}.l{self.lineage:04d}{again}"
+
+    @classmethod
+    def parse(cls, directory: str) -> CheckpointId | None:
+        """The id behind a directory name, or None for a stray name."""
+        match = _NAME.match(directory)
+        if match is None:
+            return None
+        found = cls(step=int(match[1]), lineage=int(match[2]), repeat=int(match[3] or 0))
+        return found if found.directory == directory else None
+
+    def __str__(self) -> str:
+        return self.directory
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Which process of the run a shard belongs to."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def stem(self) -> str:
+        """Start of every file name this rank writes."""
+        return f"rank-{self.rank:05d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """What retention leaves on disk. Named checkpoints are always kept.
+
+    last:    the newest n good ones (at least 2: one may turn out damaged)
+    every:   also each checkpoint whose step is a multiple of this
+    epochs:  also each checkpoint taken at the end of an epoch
+    """
+
+    last: int = 2
+    every: int | None = None
+    epochs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.last < 2:
+            raise ConfigError(
+                f"keep={self.last}: at least 2 checkpoints are kept, because the newest may turn out damaged; use keep=2",
+                found=self.last,
+            )
+        if self.every is not None and self.every < 1:
+            raise ConfigError(f"Keep(every={self.every}): give a number of steps of 1 or more", found=self.every)

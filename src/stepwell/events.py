@@ -35,7 +35,9 @@ class Event:
 
     def text(self) -> str:
         """One line for a person."""
-        facts = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) is not None)
+        facts = ", ".join(
+            f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) is not None
+        )
         return f"{self.kind.replace('-', ' ')}: {facts}"
 
 
@@ -305,7 +307,13 @@ class EventLog:
             logger.log(event.level, "%s", event.text())
         else:
             logger.debug("%s", event.kind)
-        line = {"time": time.time(), "who": self.who, "pid": os.getpid(), "lineage": self.lineage, "kind": event.kind}
+        line = {
+            "time": time.time(),
+            "who": self.who,
+            "process": os.getpid(),
+            "lineage": self.lineage,
+            "kind": event.kind,
+        }
         line.update(asdict(event))
         try:
             if self._fd is None:
@@ -339,11 +347,11 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
-def speak_to_terminal() -> None:
-    """Show our INFO lines on stderr where the program has not set up logging itself."""
+def speak_to_terminal(who: str = "stepwell", level: int = logging.INFO) -> None:
+    """Show our lines on stderr where the program has not set up logging itself."""
     if logger.handlers or logging.getLogger().handlers:
         return
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("stepwell: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"{who}: %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level)

@@ -149,7 +149,9 @@ class AgentClient:
         now = time.monotonic()
         self._deaths = [at for at in self._deaths if now - at < 60] + [now]
         if len(self._deaths) > _MAX_DEATHS_PER_MINUTE:
-            events.logger.error("the agent died %d times within a minute: no more checkpoints are written", len(self._deaths))
+            events.logger.error(
+                "the agent died %d times within a minute: no more checkpoints are written", len(self._deaths)
+            )
             self._on_message({"type": "lost"})
             return False
         with self._lock:

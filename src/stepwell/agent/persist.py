@@ -149,7 +149,9 @@ def record_in_memory(pending: Pending) -> Record:
         stem, layout = pending.owner.stem, pending.layout
         image = pending.arena.image(pending.slot, pending.arena.shape.slot_bytes)
         entries = [
-            FileEntry(f"{stem}.safetensors", "safetensors", layout.nbytes, BLOCK_BYTES, digest_image(image, layout.nbytes))
+            FileEntry(
+                f"{stem}.safetensors", "safetensors", layout.nbytes, BLOCK_BYTES, digest_image(image, layout.nbytes)
+            )
         ]
         if layout.frozen_bytes:
             frozen = pending.arena.image(FROZEN, pending.arena.shape.frozen_bytes)

@@ -9,6 +9,7 @@ Holds:   the trainer's death is seen through a pidfd (the socket's end comes lat
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -393,6 +394,7 @@ class Agent:
 def main() -> None:
     """Entry of the process. The descriptor of the socket is the only argument."""
     faults.set_role("agent")
+    events.speak_to_terminal("stepwell agent", logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when the agent ends
     sock = socket.socket(fileno=int(sys.argv[1]))

@@ -83,8 +83,13 @@ class PendingQueue:
         self.newest_complete: Pending | None = None
 
     def add(self, pending: Pending) -> None:
-        """A snapshot was announced."""
-        self.items = [item for item in self.items if item.sequence != pending.sequence]
+        """A snapshot was announced. What was still being filled in its slot is gone with that."""
+        self.items = [
+            item
+            for item in self.items
+            if item.sequence != pending.sequence
+            and not (item.slot == pending.slot and item.arena is pending.arena and not item.is_complete)
+        ]
         self.items.append(pending)
         self.items.sort(key=lambda item: item.sequence)
 

@@ -57,7 +57,9 @@ def unseal(data: bytes, *, path: str, kind: str) -> dict[str, Any]:
     document = parse_json(data, path=path)
     if not isinstance(document, dict) or document.get("format") != kind:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
-        raise DamagedError(f"{path}: format {found!r}, this version reads {kind!r}", path=path, expected=kind, found=found)
+        raise DamagedError(
+            f"{path}: format {found!r}, this version reads {kind!r}", path=path, expected=kind, found=found
+        )
     return document
 
 

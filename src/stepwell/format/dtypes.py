@@ -34,7 +34,7 @@ AS_BYTES: Final[dict[str, int]] = {
     "float8_e8m0fnu": 1,
     "float4_e2m1fn_x2": 1,
     **{f"{sign}int{bits}": 1 for sign in ("", "u") for bits in range(1, 8)},
-    **{name: 1 for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")},
+    **dict.fromkeys(("bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
     "bits16": 2,
 }
 

@@ -83,7 +83,10 @@ def header_bytes(prefix: bytes, file_bytes: int, *, path: str) -> int:
     (length,) = struct.unpack("<Q", prefix[:8])
     if length > MAX_HEADER_BYTES or length + 8 > file_bytes:
         raise DamagedError(
-            f"{path}: header claims {length} bytes in a file of {file_bytes}", path=path, expected=file_bytes, found=length
+            f"{path}: header claims {length} bytes in a file of {file_bytes}",
+            path=path,
+            expected=file_bytes,
+            found=length,
         )
     return int(length) + 8
 
@@ -105,7 +108,10 @@ def parse_header(header: bytes, file_bytes: int, *, path: str) -> dict[str, tupl
         position = end
     if position != file_bytes:
         raise DamagedError(
-            f"{path}: leaves end at {position}, the file has {file_bytes} bytes", path=path, expected=position, found=file_bytes
+            f"{path}: leaves end at {position}, the file has {file_bytes} bytes",
+            path=path,
+            expected=position,
+            found=file_bytes,
         )
     return found
 
@@ -118,5 +124,7 @@ def _entry(name: str, entry: object, data_start: int, path: str) -> tuple[str, t
         if not whole or end - start != dtypes.element_count(tuple(shape)) * bits // 8:
             raise ValueError("lengths do not agree")
     except (KeyError, TypeError, ValueError) as error:
-        raise DamagedError(f"{path}: header entry of leaf {name!r} is not valid: {error}", path=path, leaf=name) from None
+        raise DamagedError(
+            f"{path}: header entry of leaf {name!r} is not valid: {error}", path=path, leaf=name
+        ) from None
     return dtype, tuple(shape), data_start + start, data_start + end

@@ -1,7 +1,7 @@
 """Plain values as typed JSON: what goes in comes out with its types, and no code runs.
 
-Owns:    the encoding of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, OrderedDict,
-         named tuples, enums, ranges and slices. Tensors and arrays are handed to `extern` by the state package.
+Owns:    the encoding of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, deque, dict,
+         OrderedDict, Counter, defaultdict, named tuples, enums, ranges and slices. Tensors and arrays are handed to `extern` by the state package.
 Holds:   a value that cannot be represented is refused with its path; a decoded name is looked up only among
          modules that are already imported, never imported.
 
@@ -15,7 +15,7 @@ import base64
 import enum
 import math
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ Intern = Callable[[str, Any], Any]
 
 MAX_DEPTH: Final = 200
 _JSON_INT: Final = 1 << 63
+_FACTORIES: Final = {kind.__name__: kind for kind in (list, dict, set, int, float, str, tuple)}
 
 
 def show(path: Path) -> str:
@@ -47,7 +48,7 @@ def encode(value: Any, path: Path, extern: Extern) -> Any:
         return value if -_JSON_INT <= value < _JSON_INT else {"$int": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    if kind is dict or kind is OrderedDict:
+    if kind in (dict, OrderedDict, Counter, defaultdict):
         return _encode_dict(value, path, extern)
     if kind is list:
         return [encode(item, (*path, str(i)), extern) for i, item in enumerate(value)]
@@ -60,6 +61,8 @@ def encode(value: Any, path: Path, extern: Extern) -> Any:
     if kind is set or kind is frozenset:
         items = [encode(item, (*path, "{}"), extern) for item in value]
         return {f"${kind.__name__}": sorted(items, key=repr)}
+    if kind is deque:
+        return {"$deque": [[encode(item, (*path, str(i)), extern) for i, item in enumerate(value)], value.maxlen]}
     if kind is range or kind is slice:
         return {f"${kind.__name__}": [encode(n, path, extern) for n in (value.start, value.stop, value.step)]}
     if isinstance(value, enum.Enum):
@@ -87,8 +90,16 @@ def _encode_dict(value: dict[Any, Any], path: Path, extern: Extern) -> Any:
         [encode(key, (*path, f"key {key!r}"), extern), encode(item, (*path, str(key)), extern)]
         for key, item in value.items()
     ]
-    if type(value) is dict:
-        return {"$dict": items}
+    if type(value) is dict or type(value) is Counter:
+        return {"$dict" if type(value) is dict else "$counter": items}
+    if isinstance(value, defaultdict):
+        factory = value.default_factory
+        if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
+            raise StateError(
+                f"{show(path)}: a defaultdict with factory {factory!r} cannot be stored without pickle; use a plain dict",
+                path=show(path),
+            )
+        return {"$defaultdict": [None if factory is None else factory.__name__, items]}  # type: ignore[attr-defined]
     if extra is None:
         return {"$ordered": items}
     return {"$state_dict": [items, encode(extra, (*path, "_metadata"), extern)]}
@@ -136,8 +147,12 @@ def _decode_tag(tag: str, payload: Any, intern: Intern) -> Any:
         return set(each(payload)) if tag == "$set" else frozenset(each(payload))
     if tag == "$range" or tag == "$slice":
         return range(*payload) if tag == "$range" else slice(*each(payload))
-    if tag == "$dict" or tag == "$ordered":
-        return dict(pairs(payload)) if tag == "$dict" else OrderedDict(pairs(payload))
+    if tag in ("$dict", "$ordered", "$counter"):
+        return {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}[tag](dict(pairs(payload)))
+    if tag == "$defaultdict":
+        return defaultdict(None if payload[0] is None else _FACTORIES[payload[0]], pairs(payload[1]))
+    if tag == "$deque":
+        return deque(each(payload[0]), payload[1])
     if tag == "$state_dict":
         state = OrderedDict(pairs(payload[0]))
         state._metadata = _decode(payload[1], intern)  # type: ignore[attr-defined]

@@ -86,7 +86,10 @@ def read_record(paths: RunPaths, manifest: Manifest, rank: int = 0) -> Record:
     digest = document_digest(data)
     if len(data) != ref.nbytes or digest != ref.digest:
         raise DamagedError(
-            f"{path}: digest {digest}, the manifest says {ref.digest}", path=str(path), expected=ref.digest, found=digest
+            f"{path}: digest {digest}, the manifest says {ref.digest}",
+            path=str(path),
+            expected=ref.digest,
+            found=digest,
         )
     record = Record.load(data, path=str(path))
     if record.id != manifest.id or record.run != manifest.run or record.owner.rank != rank:
@@ -102,4 +105,6 @@ def _check_size(path: Path, expected: int) -> None:
     except OSError as error:
         raise DamagedError(f"{path}: {error.strerror}", path=str(path)) from error
     if found != expected:
-        raise DamagedError(f"{path}: {found} bytes, the record says {expected}", path=str(path), expected=expected, found=found)
+        raise DamagedError(
+            f"{path}: {found} bytes, the record says {expected}", path=str(path), expected=expected, found=found
+        )

@@ -38,7 +38,9 @@ def check_fence(paths: RunPaths, id: CheckpointId) -> None:
     history = read_history(paths)
     if not history.is_live(id):
         raise FencedError(
-            f"lineage {history.newest} continues this run; {id} may not be committed", lineage=id.lineage, newest=history.newest
+            f"lineage {history.newest} continues this run; {id} may not be committed",
+            lineage=id.lineage,
+            newest=history.newest,
         )
 
 

@@ -159,7 +159,9 @@ def get(path: Path, *, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
     try:
         nbytes = os.fstat(fd).st_size
         if nbytes > limit:
-            raise DamagedError(f"{path}: {nbytes} bytes, more than {limit}", path=str(path), expected=limit, found=nbytes)
+            raise DamagedError(
+                f"{path}: {nbytes} bytes, more than {limit}", path=str(path), expected=limit, found=nbytes
+            )
         with os.fdopen(os.dup(fd), "rb") as file:
             return file.read(limit + 1)
     except OSError as error:

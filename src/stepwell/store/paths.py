@@ -1,14 +1,14 @@
 """Names in a run directory.
 
-    run.json                      identity and seed
-    events.jsonl                  what happened
-    progress                      how far the trainer got, and who it is
-    lineage/0001.json             histories
-    step-000000001200.l0003/      one checkpoint
-        rank-00000.safetensors            live leaves
-        rank-00000.frozen.safetensors     leaves that do not change (a hard link to the older checkpoint's file)
-        rank-00000.json                   shard record
-        manifest.json                     the commit record
+run.json                      identity and seed
+events.jsonl                  what happened
+progress                      how far the trainer got, and who it is
+lineage/0001.json             histories
+step-000000001200.l0003/      one checkpoint
+    rank-00000.safetensors            live leaves
+    rank-00000.frozen.safetensors     leaves that do not change (a hard link to the older checkpoint's file)
+    rank-00000.json                   shard record
+    manifest.json                     the commit record
 """
 
 from __future__ import annotations

@@ -39,9 +39,7 @@ def surplus(entries: Sequence[Entry], keep: Keep) -> list[tuple[Entry, str]]:
             out.append((entry, "damaged"))
         elif manifest.suspect is not None:
             out.append((entry, "suspect, and a newer suspect one is kept"))
-        elif keep.every is not None and entry.id.step % keep.every == 0:
-            continue
-        elif keep.epochs and manifest.epoch_end:
+        elif (keep.every is not None and entry.id.step % keep.every == 0) or (keep.epochs and manifest.epoch_end):
             continue
         else:
             out.append((entry, f"newer ones kept: {keep.last}"))

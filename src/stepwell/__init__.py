@@ -1,0 +1,80 @@
+"""stepwell: checkpoints for PyTorch training that are taken while it runs, outlive it, and resume to the same bits.
+
+The names below are the public surface. They are resolved on first use, so that the agent and the command line never
+load torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if sys.platform != "linux":
+    raise ImportError(f"stepwell runs on Linux only (memfd, pidfd, SCM_RIGHTS); this is {sys.platform}")
+
+if TYPE_CHECKING:
+    from stepwell.checkpointer import Checkpointer, SaveHandle, Status
+    from stepwell.errors import (
+        AgentError,
+        ConfigError,
+        DamagedError,
+        DataError,
+        FencedError,
+        PersistError,
+        RestoreError,
+        StateError,
+        StepwellError,
+    )
+    from stepwell.policy.every import Every, Never
+    from stepwell.types import Keep
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AgentError": "errors",
+    "Checkpointer": "checkpointer",
+    "ConfigError": "errors",
+    "DamagedError": "errors",
+    "DataError": "errors",
+    "Every": "policy.every",
+    "FencedError": "errors",
+    "Keep": "types",
+    "Never": "policy.every",
+    "PersistError": "errors",
+    "RestoreError": "errors",
+    "SaveHandle": "checkpointer",
+    "StateError": "errors",
+    "Status": "checkpointer",
+    "StepwellError": "errors",
+}
+
+__all__ = [
+    "AgentError",
+    "Checkpointer",
+    "ConfigError",
+    "DamagedError",
+    "DataError",
+    "Every",
+    "FencedError",
+    "Keep",
+    "Never",
+    "PersistError",
+    "RestoreError",
+    "SaveHandle",
+    "StateError",
+    "Status",
+    "StepwellError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'stepwell' has no attribute {name!r}")
+    return getattr(import_module(f"stepwell.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,195 @@
+"""A plain wrapper around the user's loader: counts what the loop consumed, and starts again at any batch.
+
+Owns:    the order of an epoch as a function of (seed, epoch), and skipping without reading.
+Not:     triggers and checkpoints: the owner is told through `on_request` and `on_delivered`.
+Holds:   the order does not depend on the global generators and does not draw from them; a skipped batch is not read;
+         prefetched batches do not count, delivered ones do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+
+from stepwell.errors import DataError
+
+_HOW = (
+    "stepwell resumes a torch DataLoader over a map-style data set, or a list of batches; "
+    "for anything else leave data= out, track the source's own state, and call ckpt.step() at the end of the loop body"
+)
+
+
+class Source(Protocol):
+    """Batches of an epoch from a position on."""
+
+    def open(self, epoch: int, skip: int) -> Iterator[Any]:
+        """Batches of `epoch`, without the first `skip`, which are not read."""
+        ...
+
+    def count(self) -> int | None:
+        """Batches in an epoch, if known."""
+        ...
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Seed of an epoch's order: hashed, so that neighbouring seeds and epochs share nothing."""
+    digest = hashlib.blake2b(f"stepwell.order/1:{seed}:{epoch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class _Skipping(Sampler[Any]):
+    """What the user's (batch) sampler yields in this epoch, less what was consumed before."""
+
+    def __init__(self, inner: Any, seed: int) -> None:
+        self.inner = inner
+        self.seed = seed
+        self.epoch = 0
+        self.skip = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        _reseed(self.inner, self.seed, self.epoch)
+        for number, indices in enumerate(self.inner):
+            if number >= self.skip:
+                yield indices
+
+    def __len__(self) -> int:
+        return max(0, len(self.inner) - self.skip)
+
+
+def _reseed(sampler: Any, seed: int, epoch: int) -> None:
+    """Make a sampler's order a function of (seed, epoch)."""
+    while isinstance(sampler, BatchSampler):
+        sampler = sampler.sampler
+    if hasattr(sampler, "generator"):
+        sampler.generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
+    if callable(getattr(sampler, "set_epoch", None)):
+        sampler.set_epoch(epoch)
+
+
+def _check_sampler(sampler: Any) -> None:
+    inner = sampler
+    while isinstance(inner, BatchSampler):
+        inner = inner.sampler
+    known = isinstance(inner, SequentialSampler) or hasattr(inner, "generator")
+    if not (known or callable(getattr(inner, "set_epoch", None))):
+        raise DataError(
+            f"the sampler {type(inner).__qualname__} cannot be brought back to a position: give it a `generator` "
+            f"attribute or a `set_epoch` method on which alone its order depends. {_HOW}",
+            found=type(inner).__qualname__,
+        )
+
+
+class LoaderSource:
+    """A torch DataLoader over a map-style data set, rebuilt around a sampler that can skip."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        if isinstance(loader.dataset, IterableDataset):
+            raise DataError(f"an IterableDataset ({type(loader.dataset).__qualname__}) has no positions. {_HOW}")
+        batched = loader.batch_sampler is not None
+        inner = loader.batch_sampler if batched else loader.sampler
+        _check_sampler(inner)
+        self._sampler = _Skipping(inner, seed)
+        self._generator = torch.Generator()
+        self._seed = seed
+        self._loader: DataLoader[Any] = DataLoader(
+            loader.dataset,
+            batch_size=1 if batched else None,
+            batch_sampler=self._sampler if batched else None,  # type: ignore[arg-type]
+            sampler=None if batched else self._sampler,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=self._generator,  # worker seeds come from here: the global generator stays untouched
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def open(self, epoch: int, skip: int) -> Iterator[Any]:
+        self._sampler.epoch, self._sampler.skip = epoch, skip
+        self._generator.manual_seed(epoch_seed(self._seed, epoch))
+        return iter(self._loader)
+
+    def count(self) -> int | None:
+        try:
+            return len(self._sampler.inner)
+        except TypeError:
+            return None
+
+
+class SequenceSource:
+    """A list of batches, in its own order."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
+
+    def open(self, epoch: int, skip: int) -> Iterator[Any]:
+        return (self._batches[i] for i in range(skip, len(self._batches)))
+
+    def count(self) -> int | None:
+        return len(self._batches)
+
+
+def make_source(data: Any, seed: int) -> Source:
+    """The source behind what the user gave as data=. Raises DataError for what cannot be resumed."""
+    if isinstance(data, DataLoader):
+        return LoaderSource(data, seed)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, dict | str):
+        return SequenceSource(data)
+    raise DataError(f"data= is a {type(data).__qualname__}. {_HOW}", found=type(data).__qualname__)
+
+
+class Batches:
+    """What `ckpt.data` is: iterating it yields what is left of the epoch. The outermost iterator counts."""
+
+    def __init__(self, on_request: Callable[[], None], on_delivered: Callable[[], None]) -> None:
+        self._on_request = on_request
+        self._on_delivered = on_delivered
+        self._source: Source | None = None
+        self._is_exhausted = False
+        self.epoch = 0
+        self.consumed = 0
+
+    def attach(self, source: Source) -> None:
+        """Set the source, once the run's seed is known."""
+        self._source = source
+
+    def seek(self, epoch: int, consumed: int) -> None:
+        """Go to a position; takes effect at the next `iter`."""
+        self.epoch, self.consumed, self._is_exhausted = epoch, consumed, False
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether nothing is left of the epoch (False if the length is not known)."""
+        count = None if self._source is None else self._source.count()
+        return count is not None and self.consumed >= count
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        count = None if self._source is None else self._source.count()
+        if count is None:
+            raise TypeError("the length of the data is not known")
+        return count
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._source is None:
+            raise DataError("no data= was given to the Checkpointer: iterate your own loader and call ckpt.step()")
+        if self._is_exhausted:  # a loop without ckpt.epochs(): the next round is the next epoch
+            self.seek(self.epoch + 1, 0)
+        batches = self._source.open(self.epoch, self.consumed)
+        while True:
+            self._on_request()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self._is_exhausted = True
+                return
+            self.consumed += 1
+            self._on_delivered()
+            yield batch

@@ -1,0 +1,63 @@
+"""Fixed frequencies.
+
+Owns:    `Every` and `Never`. The automatic policy will stand beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from stepwell.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a policy may look at: the present step, and what passed since the last snapshot."""
+
+    step: int
+    steps_since: int
+    seconds_since: float
+    epochs_since: int
+    is_epoch_end: bool
+
+
+class Policy(Protocol):
+    """Answers whether a snapshot is due now."""
+
+    def is_due(self, moment: Moment) -> bool:
+        """Asked after every step."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Every:
+    """A snapshot every so many steps, seconds or epochs; with several given, whichever comes first."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.steps, self.seconds, self.epochs) if value is not None]
+        if not given or any(value <= 0 for value in given):
+            raise ConfigError(
+                f"{self}: give at least one of steps=, seconds=, epochs=, each above 0; Never() saves only when asked"
+            )
+
+    def is_due(self, moment: Moment) -> bool:
+        """Whether one of the limits is reached."""
+        return bool(
+            (self.steps is not None and moment.steps_since >= self.steps)
+            or (self.seconds is not None and moment.seconds_since >= self.seconds)
+            or (self.epochs is not None and moment.is_epoch_end and moment.epochs_since + 1 >= self.epochs)
+        )
+
+
+@dataclass(frozen=True)
+class Never:
+    """Only what the user saves, and the end of the run."""
+
+    def is_due(self, moment: Moment) -> bool:
+        """Never."""
+        return False

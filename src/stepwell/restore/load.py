@@ -1,0 +1,191 @@
+"""Verified bytes into live torch objects.
+
+Owns:    which live tensor each leaf goes into, and the comparison of a checkpoint with the live objects.
+Holds:   modules and optimizers are filled in place, so there is never a second copy of the state; every mismatch is
+         listed by name in one error before any byte is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepwell.errors import DamagedError, StateError, listing
+from stepwell.format.record import FileEntry, LeafEntry, Record
+from stepwell.restore.read import Source, read_record_leaves
+from stepwell.state.flatten import dtype_from, dtype_name, flatten, unflatten
+from stepwell.state.tracked import Tracked
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came back: the run's own state, what did not fit (strict=False), and how many bytes were read."""
+
+    own: Any
+    problems: list[str]
+    nbytes: int
+
+
+def load_record(
+    record: Record,
+    open_source: Callable[[FileEntry], Source],
+    tracked: Sequence[Tracked],
+    *,
+    only: set[str] | None,
+    strict: bool,
+) -> Loaded:
+    """Fill the live objects from a checkpoint. Raises StateError (mismatch) or DamagedError (bytes)."""
+    if not isinstance(record.tree, dict) or "stepwell" not in record.tree:
+        raise DamagedError(f"{record.id}: the tree of values lacks the run's own state")
+    chosen = [item for item in tracked if only is None or item.name in only]
+    fit = _Fit(record, chosen, only)
+    if fit.problems and strict:
+        raise StateError(
+            f"the checkpoint of step {record.id.step} does not fit the tracked objects:\n{listing(fit.problems)}\n"
+            "restore(strict=False) restores what fits and reports the rest",
+            step=record.id.step,
+            problems=fit.problems,
+        )
+    names = [item.name for item in chosen if item.name in record.tree]
+    trees = {name: record.tree[name] for name in [*names, *([] if only is not None else ["stepwell"])]}
+    wanted = {name for tree in trees.values() for name in _leaf_names(tree)}
+    targets = {entry.name: fit.target(entry) for entry in record.leaves if entry.name in wanted}
+    missing = wanted - targets.keys()
+    if missing:
+        raise DamagedError(f"{record.id}: the record lacks leaf {min(missing)!r}")
+    nbytes = read_record_leaves(record, open_source, None if only is None else wanted, _deliver_into(targets))
+    state = {name: unflatten(tree, targets.__getitem__) for name, tree in trees.items()}
+    for item in chosen:
+        if item.name in state:
+            _give(item, state[item.name], fit, strict=strict)
+    return Loaded(state.get("stepwell"), fit.problems, nbytes)
+
+
+def _deliver_into(targets: dict[str, torch.Tensor]) -> Callable[[LeafEntry, int, memoryview], None]:
+    def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:
+        target = targets.get(leaf.name)
+        if target is None:
+            return
+        if target.device.type == "cpu":
+            source = (ctypes.c_char * len(data)).from_buffer(data) if not data.readonly else bytes(data)
+            ctypes.memmove(target.data_ptr() + offset, source, len(data))
+        else:
+            flat = target.view(-1).view(torch.uint8)
+            flat[offset : offset + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+    return deliver
+
+
+def _leaf_names(tree: Any) -> list[str]:
+    """Names of all leaves a typed tree refers to."""
+    found: list[str] = []
+    pending = [tree]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list):
+            pending.extend(value)
+        elif isinstance(value, dict):
+            if len(value) == 1 and ("$tensor" in value or "$ndarray" in value):
+                payload = next(iter(value.values()))
+                name = (
+                    payload if isinstance(payload, str) else payload.get("leaf") if isinstance(payload, dict) else None
+                )
+                if not isinstance(name, str):
+                    raise DamagedError("the tree of values refers to a leaf without a name")
+                found.append(name)
+            else:
+                pending.extend(value.values())
+    return found
+
+
+def _keys(tree: Any) -> dict[str, str | None]:
+    """Keys of a module's saved state dict, each with the leaf behind it (None: not a tensor)."""
+    if isinstance(tree, dict) and len(tree) == 1 and next(iter(tree)).startswith("$"):
+        payload = next(iter(tree.values()))
+        pairs = payload[0] if "$state_dict" in tree else payload
+    else:
+        pairs = list(tree.items())
+    found: dict[str, str | None] = {}
+    for key, value in pairs:
+        names = _leaf_names(value) if isinstance(value, dict) and "$tensor" in value else []
+        found[str(key)] = names[0] if names else None
+    return found
+
+
+class _Fit:
+    """Compares a record with the live objects and finds the live tensor for each leaf."""
+
+    def __init__(self, record: Record, tracked: Sequence[Tracked], only: set[str] | None) -> None:
+        self.problems: list[str] = []
+        self.live: dict[str, torch.Tensor] = {}
+        self.skipped: set[str] = set()
+        saved = {entry.name: entry for entry in record.leaves}
+        names = {item.name for item in tracked}
+        for name in sorted((only or set()) - names):
+            self.problems.append(f"{name}: asked for with only=, but not tracked")
+        if only is None:
+            for name in sorted(set(record.tree) - names - {"stepwell"}):
+                self.problems.append(f"{name}: in the checkpoint, but not tracked")
+        for item in tracked:
+            if item.name not in record.tree:
+                self.problems.append(f"{item.name}: tracked, but not in the checkpoint")
+            elif item.module is not None:
+                self._module(item, saved, record.tree[item.name])
+            elif item.optimizer is not None:
+                self._optimizer(item)
+
+    def _optimizer(self, item: Tracked) -> None:
+        """State that exists already is filled in place; what is created at the first step comes fresh."""
+        self.live.update({leaf.name: leaf.tensor for leaf in flatten({item.name: item.state()}).leaves})
+
+    def _module(self, item: Tracked, saved: dict[str, LeafEntry], tree: Any) -> None:
+        """Compare key by key: what is tied in one place and not in the other still fits."""
+        stored = _keys(tree)
+        live = {key: value for key, value in item.state().items() if isinstance(value, torch.Tensor)}
+        label = f"{item.name}/{{}}".format
+        self.problems += [f"{label(key)}: missing in the checkpoint" for key in live if key not in stored]
+        for key, name in stored.items():
+            if name is None:
+                continue
+            tensor, entry = live.get(key), saved.get(name)
+            if tensor is None:
+                self.problems.append(f"{label(key)}: unexpected, the live module has no such tensor")
+            elif entry is not None and tuple(tensor.shape) != entry.shape:
+                self.problems.append(f"{label(key)}: shape {entry.shape} in the checkpoint, {tuple(tensor.shape)} live")
+                self.skipped.add(label(key))
+            elif entry is not None and tensor.dtype != dtype_from(entry.dtype):
+                self.problems.append(f"{label(key)}: {entry.dtype} in the checkpoint, {dtype_name(tensor.dtype)} live")
+            else:
+                self.live.setdefault(name, tensor.detach())
+
+    def target(self, entry: LeafEntry) -> torch.Tensor:
+        """The live tensor for a leaf where it fits byte for byte, else a fresh one."""
+        live = self.live.get(entry.name)
+        if live is not None and tuple(live.shape) == entry.shape and live.dtype == dtype_from(entry.dtype):
+            if live.is_contiguous():
+                return live
+        device = torch.device(entry.device)
+        if device.type == "cuda" and not (
+            torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+        ):
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        elif device.type not in ("cpu", "cuda"):
+            device = torch.device("cpu")
+        return torch.empty(entry.shape, dtype=dtype_from(entry.dtype), device=device)
+
+
+def _give(item: Tracked, state: Any, fit: _Fit, *, strict: bool) -> None:
+    try:
+        if item.module is not None and not strict:
+            prefix = f"{item.name}/"
+            kept = OrderedDict((key, value) for key, value in state.items() if f"{prefix}{key}" not in fit.skipped)
+            item.module.load_state_dict(kept, strict=False)
+        else:
+            item.load(state)
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise StateError(f"{item.name}: load_state_dict refused the checkpoint: {error}", name=item.name) from error

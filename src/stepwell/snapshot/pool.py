@@ -1,0 +1,179 @@
+"""Slots for snapshots: how many there is memory for, which one is free, and making them ready in the background.
+
+Owns:    the trainer's arena, its preparation thread, and who uses which slot.
+Holds:   the newest complete slot is not claimed while another is free; the cap on host memory is kept; a machine
+         without room gets fewer slots, then none (streamed saves), with the reason; never a bus error.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from stepwell import events
+from stepwell.arena.memory import Arena, ArenaShape, available_bytes, whole_pages
+from stepwell.format.checksum import BLOCK_BYTES
+from stepwell.snapshot.plan import Plan
+
+_WANTED_SLOTS = 2
+_SLACK = 32  # a slot is this much (1/32) larger than needed, so that a slightly larger state still fits
+_RESERVE = 16  # leave a sixteenth of what is available
+
+
+class PageLocks(Protocol):
+    """Page-locks arenas where there is a device to copy from."""
+
+    def lock(self, arena: Arena) -> bool: ...
+
+    def unlock(self, arena: Arena) -> None: ...
+
+
+@dataclass
+class Slot:
+    """One slot's use. `sequence` is 0 while free; `plan` is the number of the plan whose header it holds."""
+
+    index: int
+    sequence: int = 0
+    newest: int = 0
+    plan: int = -1
+
+
+class SlotPool:
+    """The arena of this trainer. Constructing only assigns; `prepare` takes the memory."""
+
+    def __init__(self, *, cap_bytes: int | None, pages: PageLocks, log: events.EventLog) -> None:
+        self._cap_bytes = cap_bytes
+        self._pages = pages
+        self._log = log
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self.arena: Arena | None = None
+        self.slots: list[Slot] = []
+        self.frozen_sequence = 0
+        self.is_streaming = False
+        self.reason = ""
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether the present arena can hold snapshots of this plan."""
+        if self.is_streaming:
+            return not plan.frozen_bytes
+        return (
+            self.arena is not None
+            and plan.live.nbytes <= self.arena.shape.slot_bytes
+            and plan.frozen_bytes <= self.arena.shape.frozen_bytes
+        )
+
+    def prepare(self, plan: Plan, generation: int, on_ready: Callable[[Arena], None]) -> None:
+        """Allocate, fault in and page-lock in the background; `on_ready` is called from there."""
+        old, self.arena, self.slots = self.arena, None, []
+
+        def work() -> None:
+            started = time.monotonic()
+            if old is not None:
+                self._drop(old)
+            arena, page_locked = self._allocate(plan, generation), False
+            if arena is not None:
+                arena.fault_in()
+                page_locked = self._pages.lock(arena)
+                on_ready(arena)
+                shape = arena.shape
+                self._log.emit(
+                    events.Arena(
+                        slots=0 if self.is_streaming else shape.slots,
+                        slot_bytes=shape.slot_bytes,
+                        frozen_bytes=shape.frozen_bytes,
+                        seconds=time.monotonic() - started,
+                        page_locked=page_locked,
+                        reason=self.reason,
+                    )
+                )
+            with self._changed:
+                self.arena = arena
+                self.slots = [Slot(i) for i in range(arena.shape.slots)] if arena is not None else []
+                self.frozen_sequence = 0
+                self._changed.notify_all()
+
+        self._thread = threading.Thread(target=work, daemon=True, name="stepwell-arena")
+        self._thread.start()
+
+    def _allocate(self, plan: Plan, generation: int) -> Arena | None:
+        """As many slots as there is room for; a two-chunk ring for streaming if not even one fits."""
+        need = whole_pages(plan.live.nbytes)
+        slot_bytes, frozen = need + whole_pages(need // _SLACK), whole_pages(plan.frozen_bytes)
+        room = available_bytes()
+        room -= room // _RESERVE
+        limit = room if self._cap_bytes is None else min(room, self._cap_bytes)
+        why = "host_memory" if self._cap_bytes is not None and self._cap_bytes <= room else "free host memory"
+        self.is_streaming = False
+        for slots, size in ((_WANTED_SLOTS, slot_bytes), (_WANTED_SLOTS, need), (1, need)):
+            shape = ArenaShape(generation, slots, size, frozen)
+            if shape.nbytes <= limit:
+                full = slots == _WANTED_SLOTS
+                self.reason = "" if full else f"{why} of {limit} bytes has room for one slot only"
+                try:
+                    return Arena.allocate(shape)
+                except OSError as error:
+                    why = f"the kernel refused {shape.nbytes} bytes ({error.strerror}), and {why}"
+        self.is_streaming = True
+        self.reason = (
+            f"{why} of {limit} bytes has no room for a snapshot of {need + frozen}: saves are streamed, blocking"
+        )
+        try:
+            return Arena.allocate(ArenaShape(generation, 2, BLOCK_BYTES, 0))
+        except OSError:
+            return None
+
+    def wait_ready(self, timeout: float | None = None) -> bool:
+        """Block until the arena is there."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.arena is not None, timeout)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the arena is there."""
+        return self.arena is not None
+
+    def claim(self, sequence: int, *, block: bool) -> Slot | None:
+        """A slot that may be overwritten, the oldest first; None if all are busy and `block` is false."""
+        with self._changed:
+            while True:
+                free = sorted((slot for slot in self.slots if not slot.sequence), key=lambda slot: slot.newest)
+                if free:
+                    free[0].sequence = free[0].newest = sequence
+                    return free[0]
+                if not block:
+                    return None
+                self._changed.wait(0.2)
+
+    def release(self, sequence: int) -> None:
+        """The agent is done with a snapshot, or it came to nothing."""
+        with self._changed:
+            for slot in self.slots:
+                if slot.sequence == sequence:
+                    slot.sequence = 0
+                    self._changed.notify_all()
+
+    def forget(self, sequence: int) -> None:
+        """A snapshot was voided: its slot holds nothing worth protecting (the agent still has to release it)."""
+        for slot in self.slots:
+            if slot.sequence == sequence:
+                slot.newest = 0
+
+    def busy(self) -> int:
+        """How many slots are in use."""
+        return sum(1 for slot in self.slots if slot.sequence)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._thread is not None:
+            self._thread.join()
+        if self.arena is not None:
+            self._drop(self.arena)
+            self.arena = None
+
+    def _drop(self, arena: Arena) -> None:
+        self._pages.unlock(arena)  # before the memory goes: the driver keeps page-locked memory by address
+        arena.close()

@@ -1,0 +1,203 @@
+"""State trees to leaves and back.
+
+Owns:    which values become leaves (tensors, arrays), how leaves are named, and how the tree refers to them.
+Not:     plain values (format.tree), bytes (snapshot, restore).
+Holds:   tensors that share memory, shape and strides are one leaf and come back as one tensor; a tensor that cannot
+         be stored as plain bytes is refused with its path.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import torch
+
+from stepwell.errors import DamagedError, StateError
+from stepwell.format import dtypes, tree
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of the state: the live one, under a name that is unique in the shard."""
+
+    name: str
+    path: tree.Path
+    tensor: torch.Tensor
+
+    @property
+    def dtype(self) -> str:
+        """stepwell's (torch's) name of the element type."""
+        return dtype_name(self.tensor.dtype)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A state taken apart: typed JSON whose `$tensor` entries name the leaves."""
+
+    tree: Any
+    leaves: list[Leaf]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def flatten(state: dict[str, Any]) -> Flat:
+    """Take a state apart. Copies nothing but numpy arrays that are not contiguous. Raises StateError."""
+    collector = _Collector()
+    return Flat(
+        {name: tree.encode(value, (name,), collector.extern) for name, value in state.items()}, collector.leaves
+    )
+
+
+def unflatten(encoded: Any, leaf: Callable[[str], torch.Tensor]) -> Any:
+    """Put a state together; `leaf` gives the tensor of a name. Raises DamagedError or StateError."""
+    return tree.decode(encoded, _Builder(leaf).intern)
+
+
+class _Collector:
+    """Collects leaves while the tree is encoded. Holds every tensor, so that no address is used twice."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+        self._names: set[str] = set()
+        self._known: dict[tuple[object, ...], str] = {}
+
+    def extern(self, value: Any, path: tree.Path) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, torch.Size):
+            return {"$size": list(value)}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": dtype_name(value)}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and type(value) is numpy.ndarray:
+            return self._array(numpy, value, path)
+        if numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject:
+            return {"$npscalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+        return NotImplemented
+
+    def _tensor(self, value: torch.Tensor, path: tree.Path) -> Any:
+        _check_plain(value, path)
+        stored = value.detach()
+        if stored.is_conj() or stored.is_neg():
+            stored = stored.resolve_conj().resolve_neg()
+        name = self._add(stored, path)
+        if type(value) is torch.nn.Parameter or value.requires_grad:
+            kind = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
+            return {"$tensor": {"leaf": name, "kind": kind, "requires_grad": value.requires_grad}}
+        return {"$tensor": name}
+
+    def _array(self, numpy: Any, value: Any, path: tree.Path) -> Any:
+        if value.dtype.hasobject:
+            raise StateError(
+                f"{tree.show(path)}: an array of Python objects cannot be stored without pickle", path=path
+            )
+        flat = numpy.ascontiguousarray(value)
+        if value.dtype.isnative and value.dtype.name in dtypes.NATIVE and value.dtype.name != "bfloat16":
+            tensor = torch.from_numpy(flat.copy() if not flat.flags.writeable else flat)
+        else:
+            tensor = torch.frombuffer(bytearray(flat.tobytes()), dtype=torch.uint8) if flat.nbytes else torch.empty(0)
+        name = self._add(tensor, path)
+        return {"$ndarray": {"leaf": name, "dtype": value.dtype.str, "shape": list(value.shape)}}
+
+    def _add(self, tensor: torch.Tensor, path: tree.Path) -> str:
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in self._known:
+            return self._known[key]
+        name = base = "/".join(quote(part, safe="._-+~ ()[],:@") for part in path)
+        number = 1
+        while name in self._names:
+            number += 1
+            name = f"{base}~{number}"
+        self._names.add(name)
+        self._known[key] = name
+        self.leaves.append(Leaf(name, path, tensor))
+        return name
+
+
+def _check_plain(value: torch.Tensor, path: tree.Path) -> None:
+    reason = None
+    if type(value) not in _PLAIN_TYPES:
+        reason = f"a tensor of type {type(value).__module__}.{type(value).__qualname__}"
+    elif value.layout is not torch.strided:
+        reason = f"a tensor with layout {value.layout}"
+    elif value.is_quantized:
+        reason = f"a quantised tensor ({value.dtype})"
+    elif value.device.type == "meta":
+        reason = "a tensor on the meta device"
+    elif not dtypes.is_known(dtype_name(value.dtype)):
+        reason = f"a tensor of type {value.dtype}"
+    if reason is not None:
+        raise StateError(
+            f"{tree.show(path)}: {reason} cannot be stored; turn it into a plain dense tensor in state_dict()",
+            path=tree.show(path),
+            found=reason,
+        )
+
+
+class _Builder:
+    """Gives values back for the tags of `_Collector`."""
+
+    def __init__(self, leaf: Callable[[str], torch.Tensor]) -> None:
+        self._leaf = leaf
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+
+    def intern(self, tag: str, payload: Any) -> Any:
+        if tag == "$tensor":
+            return self._tensor(payload)
+        if tag == "$size":
+            return torch.Size(payload)
+        if tag == "$dtype":
+            return dtype_from(payload)
+        if tag == "$device":
+            return torch.device(payload)
+        if tag == "$ndarray":
+            return self._array(payload)
+        if tag == "$npscalar":
+            import numpy
+
+            return numpy.frombuffer(base64.b64decode(payload[1]), dtype=_numpy_dtype(payload[0]))[0]
+        return NotImplemented
+
+    def _tensor(self, payload: Any) -> torch.Tensor:
+        if isinstance(payload, str):
+            return self._leaf(payload)
+        name, tensor = payload["leaf"], self._leaf(payload["leaf"])
+        if payload["kind"] == "parameter":
+            if name not in self._parameters:  # tied parameters come back as one object
+                self._parameters[name] = torch.nn.Parameter(tensor, requires_grad=payload["requires_grad"])
+            return self._parameters[name]
+        return tensor.requires_grad_(payload["requires_grad"])
+
+    def _array(self, payload: Any) -> Any:
+        data = self._leaf(payload["leaf"]).cpu().contiguous()
+        raw = data.view(torch.uint8).numpy() if data.numel() else data.numpy().view("uint8")
+        return raw.view(_numpy_dtype(payload["dtype"])).reshape(payload["shape"]).copy()
+
+
+def _numpy_dtype(text: str) -> Any:
+    import numpy
+
+    found = numpy.dtype(text)
+    if found.hasobject:
+        raise DamagedError(f"array type {text!r} would hold Python objects", found=text)
+    return found
+
+
+def dtype_from(name: str) -> torch.dtype:
+    """torch.float32 for `float32`. Raises DamagedError for a name that is no element type."""
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise DamagedError(f"unknown element type {name!r}: written by a newer torch?", found=name)
+    return found

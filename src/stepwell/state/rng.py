@@ -1,0 +1,45 @@
+"""Random generators of the process: Python, NumPy, torch on the CPU and on every CUDA device.
+
+Captured as plain values and small tensors; restoring sets exactly what was captured and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def capture() -> dict[str, Any]:
+    """State of all global generators. Does not advance any, does not wait for the device."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = tuple(numpy.random.get_state())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore(state: dict[str, Any]) -> list[str]:
+    """Set the generators back. Returns what could not be set on this machine."""
+    left_out = []
+    random.setstate(_as_tuples(state["python"]))
+    torch.set_rng_state(state["torch"].cpu())
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.set_state(state["numpy"])
+    saved = state.get("cuda", [])
+    if torch.cuda.is_available():
+        for index, value in enumerate(saved[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(value.cpu(), index)
+    if len(saved) > (torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        left_out.append(f"CUDA generators: saved {len(saved)}, here are {torch.cuda.device_count()}")
+    return left_out
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(item) for item in value) if isinstance(value, list | tuple) else value

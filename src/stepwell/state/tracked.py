@@ -1,0 +1,69 @@
+"""The user's objects: anything with `state_dict`/`load_state_dict`, a generator, or a plain tree that can be refilled.
+
+Owns:    how an object's state is asked for and given back.
+Holds:   asking never changes the object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepwell.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """One tracked object under the name the user picked."""
+
+    name: str
+    target: Any
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The target as a module, if it is one."""
+        return self.target if isinstance(self.target, torch.nn.Module) else None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The target as an optimizer with step hooks, if it is one."""
+        return self.target if isinstance(self.target, torch.optim.Optimizer) else None
+
+    def state(self) -> Any:
+        """The object's state: live tensors and plain values."""
+        if isinstance(self.target, torch.Generator):
+            return self.target.get_state()
+        if isinstance(self.target, dict | list):
+            return self.target
+        return self.target.state_dict()
+
+    def load(self, state: Any) -> None:
+        """Give a state back to the object."""
+        if isinstance(self.target, torch.Generator):
+            self.target.set_state(state.cpu())
+        elif isinstance(self.target, dict):
+            self.target.clear()
+            self.target.update(state)
+        elif isinstance(self.target, list):
+            self.target[:] = state
+        else:
+            self.target.load_state_dict(state)
+
+
+def track(objects: dict[str, Any]) -> list[Tracked]:
+    """Check and wrap the user's objects. Raises ConfigError naming the one that cannot be tracked."""
+    out = []
+    for name, target in objects.items():
+        has_state = callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None))
+        if not (has_state or isinstance(target, torch.Generator | dict | list)):
+            raise ConfigError(
+                f"{name}= is a {type(target).__qualname__}, which has no state_dict and load_state_dict; "
+                "track an object that has both, a torch.Generator, a dict or a list",
+                name=name,
+            )
+        if name == "stepwell":
+            raise ConfigError("the name 'stepwell' is taken for the run's own state; pick another one", name=name)
+        out.append(Tracked(name, target))
+    return out

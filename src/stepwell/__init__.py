@@ -14,7 +14,7 @@ if sys.platform != "linux":
     raise ImportError(f"stepwell runs on Linux only (memfd, pidfd, SCM_RIGHTS); this is {sys.platform}")
 
 if TYPE_CHECKING:
-    from stepwell.checkpointer import Checkpointer, SaveHandle, Status
+    from stepwell.checkpointer import Checkpointer
     from stepwell.errors import (
         AgentError,
         ConfigError,
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         StepwellError,
     )
     from stepwell.policy.every import Every, Never
-    from stepwell.types import Keep
+    from stepwell.snapshot.uploads import SaveHandle
+    from stepwell.types import Keep, Status
 
 __version__ = "0.1.0"
 
@@ -43,9 +44,9 @@ _HOMES = {
     "Never": "policy.every",
     "PersistError": "errors",
     "RestoreError": "errors",
-    "SaveHandle": "checkpointer",
+    "SaveHandle": "snapshot.uploads",
     "StateError": "errors",
-    "Status": "checkpointer",
+    "Status": "types",
     "StepwellError": "errors",
 }
 

@@ -287,7 +287,7 @@ class Finished(Event):
 
     def text(self) -> str:
         if self.again:
-            return f"this run is finished (step {self.step}): no epoch left; give more epochs or another directory to train on"
+            return f"this run is finished (step {self.step}): no epoch left; ask for more epochs to train on"
         return f"finished at step {self.step}"
 
 

@@ -1,14 +1,15 @@
 """Named points where a test may kill the process, fail a file operation or slow a copy down.
 
-Owns:    the three environment variables below, read once at import.
+Owns:    the environment variables below, read once at import.
 Not:     any decision: with the variables unset every call returns at once.
 
-    STEPWELL_CRASH=point:rank:nth         SIGKILL at the nth passage of that point on that rank
+    STEPWELL_CRASH=point:rank:nth[:stop]  SIGKILL (SIGSTOP) at the nth passage of that point on that rank
+    STEPWELL_CRASH_MARK=path              only once: whoever creates this file dies, its replacement does not
     STEPWELL_FAULT=op:errno:nth[,...]     the nth call of a file operation fails; `3+` from the 3rd on,
                                           `SHORT` instead of an errno writes only half of the bytes
     STEPWELL_SLOW_COPY=seconds            pause before each leaf that is copied while training runs
 
-A variable may hold `agent!` or `trainer!` in front, to act in that process only.
+A variable but the mark may hold `agent!` or `trainer!` in front, to act in that process only.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ POINTS: Final[dict[str, str]] = {
     "lineage.linked": "trainer: the next lineage exists, directory not synced",
     "restore.loaded": "trainer: state is back, no lineage yet",
 }
+OPERATIONS: Final = (
+    "open", "write", "fallocate", "truncate", "fsync", "fsync_dir", "rename", "mkdir", "link", "unlink", "rmdir",
+)  # fmt: skip
 
 
 def _clause(variable: str) -> str | None:
@@ -68,14 +72,14 @@ def set_role(role: Role) -> None:
     _crash, _faults = _read_crash(), _read_faults()
 
 
-def _read_crash() -> tuple[str, int, int] | None:
+def _read_crash() -> tuple[str, int, int, signal.Signals] | None:
     clause = _clause("STEPWELL_CRASH")
     if clause is None:
         return None
-    point, rank, nth = clause.split(":")
+    point, rank, nth, *stop = clause.split(":")
     if point not in POINTS:
         raise ValueError(f"STEPWELL_CRASH names no known point: {point!r}; known: {', '.join(POINTS)}")
-    return point, int(rank), int(nth)
+    return point, int(rank), int(nth), signal.SIGSTOP if stop == ["stop"] else signal.SIGKILL
 
 
 def _read_faults() -> list[tuple[str, str, int, bool]]:
@@ -83,6 +87,8 @@ def _read_faults() -> list[tuple[str, str, int, bool]]:
     faults = []
     for part in clause.split(",") if clause else ():
         op, error, nth = part.split(":")
+        if op not in (*OPERATIONS, "any"):
+            raise ValueError(f"STEPWELL_FAULT names no known operation: {op!r}; known: {', '.join(OPERATIONS)}, any")
         faults.append((op, error, int(nth.rstrip("+")), nth.endswith("+")))
     return faults
 
@@ -98,8 +104,21 @@ def crash_point(name: str, rank: int = 0) -> None:
         return
     with _lock:
         _counts[name] = count = _counts.get(name, 0) + 1
-    if count == _crash[2]:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if count == _crash[2] and _is_first():
+        os.kill(os.getpid(), _crash[3])
+
+
+def _is_first() -> bool:
+    mark = os.environ.get("STEPWELL_CRASH_MARK")
+    if mark is None:
+        return True
+    try:
+        fd = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return False
+    os.write(fd, b"%d" % os.getpid())
+    os.close(fd)
+    return True
 
 
 def file_operation(op: str, path: object, length: int = 0) -> int:

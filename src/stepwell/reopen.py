@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stepwell import events
@@ -22,6 +22,7 @@ from stepwell.errors import ConfigError, DamagedError, RestoreError, listing
 from stepwell.faults import crash_point
 from stepwell.format.manifest import Lineage, Run
 from stepwell.format.record import FileEntry, Record
+from stepwell.options import seconds_from
 from stepwell.restore.load import load_record
 from stepwell.restore.plan import choose
 from stepwell.restore.read import FileSource, MemorySource, Source
@@ -30,7 +31,7 @@ from stepwell.store import catalog
 from stepwell.store.lineage import create_next, open_run, read_history
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
-from stepwell.types import CheckpointId
+from stepwell.types import CheckpointId, Keep
 
 
 @dataclass
@@ -41,8 +42,21 @@ class Reopened:
     lineage: Lineage
     restored: CheckpointId | None
     own: dict[str, Any] | None
-    first_step: int = 0
     frozen: set[str] = field(default_factory=set)
+
+    def hello(self, paths: RunPaths, keep: Keep) -> Message:
+        """What an agent has to know of the run."""
+        return {
+            "type": "hello",
+            "pid": os.getpid(),
+            "run": self.run.id,
+            "root": str(paths.root),
+            "lineage": self.lineage.number,
+            "rank": 0,
+            "world_size": 1,
+            "keep": asdict(keep),
+            "linger": seconds_from("STEPWELL_LINGER", 60),
+        }
 
 
 @dataclass(frozen=True)
@@ -81,16 +95,20 @@ def reopen(
     memory = _Memory.find(run.id, client)
     try:
         candidates = memory.candidates(paths, step, before) + _from_disk(paths, entries, log, step, before)
-        candidates.sort(
-            key=lambda c: (c.is_suspect, [-n for n in (c.id.step, c.id.repeat, c.id.lineage)], c.source != "memory")
-        )
+        candidates.sort(key=_preference)
         restored, own, frozen = _try_all(candidates, tracked, log, paths, only, strict)
     finally:
         memory.close()
     if restored is None:
         return _nothing(paths, run, entries, log, step, before)
     parent, at = (restored.lineage, restored.step) if own is not None else (0, 0)
-    return Reopened(run, create_next(paths, parent=parent, step=at), restored, own, at, frozen)
+    return Reopened(run, create_next(paths, parent=parent, step=at), restored, own, frozen)
+
+
+def _preference(candidate: _Candidate) -> tuple[bool, int, int, int, bool]:
+    """Not suspect before suspect, newest first, memory before disk."""
+    id = candidate.id
+    return candidate.is_suspect, -id.step, -id.repeat, -id.lineage, candidate.source != "memory"
 
 
 def _seed(seed: int | None) -> int | None:
@@ -191,7 +209,7 @@ def _try_all(
         return candidate.id, loaded.own, {leaf.name for leaf in record.leaves if leaf.file == 1}
     if damaged:
         raise RestoreError(
-            f"every checkpoint in {paths.root} is damaged; the live state may be half overwritten:\n{listing(damaged)}\n"
+            f"no checkpoint in {paths.root} is whole, and the live state may be half overwritten:\n{listing(damaged)}\n"
             "restore from a copy of the run directory, or start anew in another one",
             path=str(paths.root),
         )

@@ -54,6 +54,19 @@ class Owner:
         return f"rank-{self.rank:05d}"
 
 
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands."""
+
+    step: int
+    epoch: int
+    committed_step: int | None
+    pending: int
+    agent_pid: int
+    lineage: int
+    is_fenced: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Keep:
     """What retention leaves on disk. Named checkpoints are always kept.
@@ -70,7 +83,7 @@ class Keep:
     def __post_init__(self) -> None:
         if self.last < 2:
             raise ConfigError(
-                f"keep={self.last}: at least 2 checkpoints are kept, because the newest may turn out damaged; use keep=2",
+                f"keep={self.last}: at least 2 are kept, because the newest may turn out damaged; use keep=2",
                 found=self.last,
             )
         if self.every is not None and self.every < 1:

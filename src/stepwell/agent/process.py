@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from stepwell import events, faults
-from stepwell.agent.persist import Persister, record_in_memory
+from stepwell.agent.offer import make_offer
+from stepwell.agent.persist import Persister
 from stepwell.agent.queue import Layout, Pending, PendingQueue
 from stepwell.agent.stream import StreamedSave
 from stepwell.arena.channel import Channel, Message, is_same_user, listen
-from stepwell.arena.memory import FROZEN, Arena, ArenaShape
+from stepwell.arena.memory import Arena, ArenaShape
 from stepwell.errors import FencedError, StepwellError
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
@@ -123,14 +124,14 @@ class Agent:
     # -- messages from the trainer ----------------------------------------------------------------------------------
 
     def _on_trainer(self) -> None:
-        assert self.channel is not None
-        alive = self.channel.fill()
-        while (message := self.channel.next_buffered()) is not None:
+        channel = self.channel
+        if channel is None:
+            return
+        alive = channel.fill()
+        while (message := channel.next_buffered()) is not None:
             getattr(self, "_do_" + message["type"])(message)
-            if self.channel is None:
-                return
         if not alive:
-            self._selector.unregister(self.channel)
+            self._selector.unregister(channel)
             if self._pidfd < 0 or self._closing:
                 self._leave_at = time.monotonic()
 
@@ -354,21 +355,7 @@ class Agent:
         """Hand the arena over; the successor becomes our trainer when it says hello on this connection."""
         with self._lock:
             newest = self.queue.newest_complete
-        offer: Message = {"type": "offer", "agent": os.getpid(), "snapshots": []}
-        fds = []
-        if newest is not None:
-            shape = newest.arena.shape
-            record = record_in_memory(newest)
-            offer["snapshots"].append(
-                {
-                    "record": record.dump().decode(),
-                    "slot": newest.slot,
-                    "frozen": FROZEN,
-                    "flags": {key: newest.meta[key] for key in ("epoch_end", "finished", "name")},
-                }
-            )
-            offer["arena"] = vars(shape)
-            fds.append(newest.arena.fd)
+        offer, fds = make_offer(newest)
         channel.send(offer, fds)
         self.log.emit(events.Adopted(pid=pid, complete=len(fds)))
         channel.socket.settimeout(None)

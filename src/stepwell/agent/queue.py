@@ -29,11 +29,13 @@ class Layout:
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Layout:
         """As the trainer sent it."""
-        leaves = tuple(
-            LeafEntry(**{key: tuple(value) if isinstance(value, list) else value for key, value in leaf.items()})
-            for leaf in message["leaves"]
-        )
+        leaves = tuple(_leaf(**leaf) for leaf in message["leaves"])
         return cls(message["id"], message["nbytes"], message["frozen_bytes"], leaves, message["versions"])
+
+
+def _leaf(**fields: Any) -> LeafEntry:
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    return LeafEntry(**values)
 
 
 @dataclass

@@ -50,7 +50,8 @@ def _write(path: Path, image: memoryview, nbytes: int, *, direct: bool) -> tuple
 
 def _write_blocks(fd: int, path: Path, image: memoryview, nbytes: int) -> tuple[str, ...]:
     count = block_count(nbytes, BLOCK_BYTES)
-    digests, errors = [""] * count, []
+    digests = [""] * count
+    errors: list[OSError] = []
     numbers, lock = iter(range(count)), threading.Lock()
 
     def work() -> None:

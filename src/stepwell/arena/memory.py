@@ -13,6 +13,7 @@ Holds:   no name anywhere, so nothing to leak: the kernel frees it when both pro
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -147,10 +148,8 @@ class Arena:
     def close(self) -> None:
         """Let go of the memory. A view somebody still holds keeps the mapping until it is gone."""
         self.view.release()
-        try:
+        with contextlib.suppress(BufferError):  # a view is left: unmapped when it is collected
             self.memory.close()
-        except BufferError:
-            pass  # unmapped when the last view is collected
         os.close(self.fd)
 
 

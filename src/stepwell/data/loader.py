@@ -98,7 +98,7 @@ class LoaderSource:
         self._loader: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_size=1 if batched else None,
-            batch_sampler=self._sampler if batched else None,  # type: ignore[arg-type]
+            batch_sampler=self._sampler if batched else None,
             sampler=None if batched else self._sampler,
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,

@@ -56,9 +56,9 @@ def unseal(data: bytes, *, path: str, kind: str) -> dict[str, Any]:
         raise DamagedError(f"{path}: checksum {found}, content has {digest}", path=path, expected=digest, found=found)
     document = parse_json(data, path=path)
     if not isinstance(document, dict) or document.get("format") != kind:
-        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+        other = document.get("format") if isinstance(document, dict) else type(document).__name__
         raise DamagedError(
-            f"{path}: format {found!r}, this version reads {kind!r}", path=path, expected=kind, found=found
+            f"{path}: format {other!r}, this version reads {kind!r}", path=path, expected=kind, found=other
         )
     return document
 

@@ -1,7 +1,8 @@
 """Plain values as typed JSON: what goes in comes out with its types, and no code runs.
 
 Owns:    the encoding of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, deque, dict,
-         OrderedDict, Counter, defaultdict, named tuples, enums, ranges and slices. Tensors and arrays are handed to `extern` by the state package.
+         OrderedDict, Counter, defaultdict, named tuples, enums, ranges and slices. Tensors and arrays are handed to
+         `extern` by the state package.
 Holds:   a value that cannot be represented is refused with its path; a decoded name is looked up only among
          modules that are already imported, never imported.
 
@@ -96,10 +97,10 @@ def _encode_dict(value: dict[Any, Any], path: Path, extern: Extern) -> Any:
         factory = value.default_factory
         if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
             raise StateError(
-                f"{show(path)}: a defaultdict with factory {factory!r} cannot be stored without pickle; use a plain dict",
+                f"{show(path)}: a defaultdict with factory {factory!r} cannot be stored; use a plain dict",
                 path=show(path),
             )
-        return {"$defaultdict": [None if factory is None else factory.__name__, items]}  # type: ignore[attr-defined]
+        return {"$defaultdict": [None if factory is None else factory.__name__, items]}
     if extra is None:
         return {"$ordered": items}
     return {"$state_dict": [items, encode(extra, (*path, "_metadata"), extern)]}

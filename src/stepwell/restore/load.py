@@ -166,9 +166,9 @@ class _Fit:
     def target(self, entry: LeafEntry) -> torch.Tensor:
         """The live tensor for a leaf where it fits byte for byte, else a fresh one."""
         live = self.live.get(entry.name)
-        if live is not None and tuple(live.shape) == entry.shape and live.dtype == dtype_from(entry.dtype):
-            if live.is_contiguous():
-                return live
+        dtype = dtype_from(entry.dtype)
+        if live is not None and tuple(live.shape) == entry.shape and live.dtype == dtype and live.is_contiguous():
+            return live
         device = torch.device(entry.device)
         if device.type == "cuda" and not (
             torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
@@ -176,7 +176,7 @@ class _Fit:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         elif device.type not in ("cpu", "cuda"):
             device = torch.device("cpu")
-        return torch.empty(entry.shape, dtype=dtype_from(entry.dtype), device=device)
+        return torch.empty(entry.shape, dtype=dtype, device=device)
 
 
 def _give(item: Tracked, state: Any, fit: _Fit, *, strict: bool) -> None:

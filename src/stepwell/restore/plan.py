@@ -15,7 +15,7 @@ from stepwell.store.catalog import Entry
 
 @dataclass(frozen=True)
 class Choice:
-    """One checkpoint directory and what a restart would do with it. `rank` is 0 for the first choice, None for never."""
+    """One checkpoint and what a restart would do with it. `rank` is 0 for the first choice, None for never."""
 
     entry: Entry
     rank: int | None

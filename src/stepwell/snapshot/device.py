@@ -55,7 +55,7 @@ class DeviceJob:
         """How long the compute stream stood at the gate; None if not known (yet)."""
         if self.wait_from is None or self.wait_to is None or not self.wait_to.query():
             return None
-        return self.wait_from.elapsed_time(self.wait_to) / 1000
+        return float(self.wait_from.elapsed_time(self.wait_to)) / 1000
 
     def finish(self) -> list[str]:
         """Wait for the copy; let go of the tensors. Returns leaves whose norm is not finite."""

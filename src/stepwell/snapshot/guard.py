@@ -61,7 +61,7 @@ def content_digest(tensor: torch.Tensor) -> str:
     host = tensor.detach().contiguous().cpu().reshape(-1)
     if not host.numel():
         return ""
-    return block_digest(memoryview(host.view(torch.uint8).numpy()))
+    return block_digest(host.view(torch.uint8).numpy().data)
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:

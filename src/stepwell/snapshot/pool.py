@@ -156,6 +156,11 @@ class SlotPool:
                     slot.sequence = 0
                     self._changed.notify_all()
 
+    def release_all(self) -> None:
+        """There is no agent any more: nobody waits for a slot."""
+        for slot in self.slots:
+            self.release(slot.sequence)
+
     def forget(self, sequence: int) -> None:
         """A snapshot was voided: its slot holds nothing worth protecting (the agent still has to release it)."""
         for slot in self.slots:

@@ -45,6 +45,7 @@ class Snapshotter:
         host_memory: int | None,
         log: events.EventLog,
         client: AgentClient,
+        on_settled: Callable[[Inflight], None],
     ) -> None:
         self._tracked = tracked
         self._wanted = strategy
@@ -64,7 +65,7 @@ class Snapshotter:
         self._strategy: Strategy = "overlap"
         self._waits: dict[str, float] = {}
         self._targets: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
-        self.on_settled: Callable[[Inflight], None] = lambda _: None
+        self._on_settled = on_settled
 
     def open(self, lineage: int) -> None:
         """Numbers of plans, arenas and snapshots are unique over all lineages."""
@@ -117,6 +118,11 @@ class Snapshotter:
         assert self._plan is not None
         self._client.send_arena(vars(arena.shape), arena.fd)
         self._client.send_layout(self._plan.message())
+
+    @property
+    def is_unprepared(self) -> bool:
+        """No plan was made yet."""
+        return self._plan is None
 
     def _target_views(self, arena: Arena, slot: Slot, plan: Plan) -> dict[str, torch.Tensor]:
         """Tensors over the slot's bytes, one per leaf, made once per slot and plan."""
@@ -225,9 +231,9 @@ class Snapshotter:
         for leaf, role in zip(flat.leaves, roles, strict=True):
             place = plan.places[leaf.name]
             if place.is_frozen:
+                inflight.samples.update(self._fingerprints.take([(leaf.name, leaf.tensor)]))
                 if not inflight.copies_frozen:
                     inflight.guard.watch(leaf.name, role.live)
-                    inflight.samples.update(self._fingerprints.take([(leaf.name, leaf.tensor)]))
                     continue
             late = role.protection != "loose"
             if late:
@@ -347,7 +353,7 @@ class Snapshotter:
                 self._log.emit(
                     events.Suspect(step=inflight.step, leaves=len(inflight.suspects), first=inflight.suspects[0])
                 )
-        self.on_settled(inflight)
+        self._on_settled(inflight)
 
     def drain(self) -> None:
         """Wait until the snapshot under way is complete or void."""

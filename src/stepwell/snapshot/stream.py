@@ -60,9 +60,20 @@ def stream_image(
 ) -> Inflight:
     """Send the whole image. Returns when the agent has every byte; the commit follows asynchronously."""
     inflight = Inflight(
-        step=meta["step"], sequence=sequence, slot=0, arena=arena, strategy="streamed", nbytes=plan.live.nbytes,
-        frozen_sequence=0, copies_frozen=False, guard=Guard(), fingerprints=Fingerprints(), names={}, targets={}, checked=[],
-    )  # fmt: skip
+        step=meta["step"],
+        sequence=sequence,
+        slot=0,
+        arena=arena,
+        strategy="streamed",
+        nbytes=plan.live.nbytes,
+        frozen_sequence=0,
+        copies_frozen=False,
+        guard=Guard(),
+        fingerprints=Fingerprints(),
+        names={},
+        targets={},
+        checked=[],
+    )
     arena.claim(0)
     message = {"type": "stream", **meta, "sequence": sequence, "slot": 0, "layout": plan.number, "frozen": 0}
     client.send({**message, "generation": arena.shape.generation})
@@ -84,12 +95,17 @@ def stream_image(
     inflight.stall_seconds = time.monotonic() - inflight.started
     inflight.done.set()
     inflight.staged.set_result(None)
+    waited = inflight.stall_seconds
     log.emit(
         events.Snapshot(
-            step=inflight.step, sequence=sequence, strategy="streamed", nbytes=plan.live.nbytes,
-            stall_seconds=inflight.stall_seconds, copy_seconds=inflight.stall_seconds,
+            step=inflight.step,
+            sequence=sequence,
+            strategy="streamed",
+            nbytes=plan.live.nbytes,
+            stall_seconds=waited,
+            copy_seconds=waited,
         )
-    )  # fmt: skip
+    )
     return inflight
 
 

@@ -197,7 +197,7 @@ def _numpy_dtype(text: str) -> Any:
 
 def dtype_from(name: str) -> torch.dtype:
     """torch.float32 for `float32`. Raises DamagedError for a name that is no element type."""
-    found = getattr(torch, name, None) if isinstance(name, str) else None
+    found = getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
         raise DamagedError(f"unknown element type {name!r}: written by a newer torch?", found=name)
     return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepwell.errors import DamagedError
+from stepwell.faults import file_operation
 from stepwell.store import files
 
 _FORMAT = struct.Struct("<8sIIQIId16s")
@@ -53,7 +54,7 @@ class ProgressFile:
 
     def open(self, *, lineage: int, agent_pid: int) -> None:
         """Map the file and take it over."""
-        files.file_operation("open", self._path)
+        file_operation("open", self._path)
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             os.posix_fallocate(fd, 0, _NBYTES)  # a full disk shows here, not as a bus error in a store to the map

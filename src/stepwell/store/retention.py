@@ -22,7 +22,7 @@ def surplus(entries: Sequence[Entry], keep: Keep) -> list[tuple[Entry, str]]:
     """Committed checkpoints that may go, with the reason. `entries` as `scan` returns them: newest first."""
     good = [e for e in entries if e.is_live and e.manifest is not None and e.manifest.suspect is None]
     suspects = [e for e in entries if e.is_live and e.manifest is not None and e.manifest.suspect is not None]
-    protected = set(e.id for e in good[: max(2, keep.last)])
+    protected = {e.id for e in good[: max(2, keep.last)]}
     protected.update(e.id for e in suspects[:_SUSPECTS_KEPT])
     out = []
     for entry in entries:

@@ -1,0 +1,100 @@
+"""The entry point: a table of commands whose modules load only when they are used.
+
+Owns:    the names, the one-line summaries, and how an error reaches the person.
+Holds:   no command is imported for `--help`; an error is a sentence or two on stderr and exit code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from importlib import import_module
+from typing import IO, Any, Final
+
+import click
+
+from stepwell import __version__
+from stepwell.errors import StepwellError
+
+COMMANDS: Final[dict[str, str]] = {
+    "ls": "stepwell.cli.ls:ls",
+    "show": "stepwell.cli.show:show",
+    "verify": "stepwell.cli.verify:verify",
+    "why": "stepwell.cli.why:why",
+    "diff": "stepwell.cli.diff:diff",
+    "prune": "stepwell.cli.prune:prune",
+    "clean": "stepwell.cli.clean:clean",
+    "export": "stepwell.cli.export:export",
+    "prove": "stepwell.cli.prove:prove",
+}
+"""Command -> module:function."""
+
+SUMMARIES: Final[dict[str, str]] = {
+    "ls": "List the checkpoints of a run.",
+    "show": "Show what a checkpoint holds.",
+    "verify": "Read every byte of a run and check it.",
+    "why": "Say which checkpoint a restart would use, and why not the others.",
+    "diff": "Compare two checkpoints.",
+    "prune": "Remove old checkpoints.",
+    "clean": "Remove what dead processes left behind.",
+    "export": "Write a checkpoint as one safetensors or torch file.",
+    "prove": "Kill a training script again and again; show that it ends the same.",
+}
+"""What `--help` says of each, so that it need not import them."""
+
+
+class Problem(click.ClickException):
+    """An error for the person at the terminal."""
+
+    exit_code = 2
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it on stderr."""
+        click.echo(f"stepwell: {self.format_message()}", file=file, err=True)
+
+
+class Commands(click.Group):
+    """A group that imports a command when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of the table: from looking to changing."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, function = COMMANDS[cmd_name].split(":")
+        command: click.Command = getattr(import_module(module), function)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in `--help`."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(SUMMARIES.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; what stepwell or the system refuses becomes a sentence."""
+        try:
+            return super().invoke(ctx)
+        except StepwellError as error:
+            raise Problem(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # `stepwell ls | head`: click ends quietly
+            where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+            raise Problem(f"{where}{error.strerror or error}") from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="stepwell", message="%(prog)s %(version)s")
+def main() -> None:
+    """Look at, check and tidy up the checkpoints of a training run.
+
+    RUN is the directory that was given to Checkpointer; RUN@STEP or a checkpoint's own directory names one checkpoint.
+    Every command takes --json for scripts.
+    """
+
+
+if __name__ == "__main__":
+    main(prog_name="stepwell")

@@ -1,0 +1,55 @@
+"""Options of the Checkpointer that catch mistakes early, each with the reason."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from stepwell.errors import ConfigError
+
+STRATEGIES: Final = ("auto", "device", "overlap", "blocking")
+
+
+def run_directory(where: str | os.PathLike[str]) -> Path:
+    """The run's directory. `stepwell prove` redirects a script's runs with STEPWELL_WHERE."""
+    text = os.environ.get("STEPWELL_WHERE") or os.fspath(where)
+    if "://" in text:
+        raise ConfigError(f"{text}: object storage is not there yet; give a directory", found=text)
+    return Path(text).absolute()
+
+
+def seconds_from(variable: str, default: float) -> float:
+    """A duration from the environment."""
+    try:
+        return float(os.environ.get(variable, default))
+    except ValueError:
+        raise ConfigError(f"{variable}={os.environ[variable]!r} is no number of seconds") from None
+
+
+def named_objects(named: dict[str, Any] | None, keywords: dict[str, Any]) -> dict[str, Any]:
+    """What the user tracks, from `track=` and keywords together."""
+    twice = sorted((named or {}).keys() & keywords.keys())
+    if twice:
+        raise ConfigError(f"{twice[0]!r} is given both as a keyword and in track=; drop one", name=twice[0])
+    if not (named or keywords):
+        raise ConfigError("nothing to save: pass model=..., optimizer=... or track={...}")
+    return {**(named or {}), **keywords}
+
+
+def check_options(**options: Any) -> None:
+    """Refuse an object that landed in an option of the same name, and values that make no sense."""
+    for name, value in options.items():
+        if value is not None and callable(getattr(value, "state_dict", None)) and name != "data":
+            raise ConfigError(
+                f"{name}= is an option of the Checkpointer, and got a {type(value).__qualname__}; "
+                f"to track an object under that name use track={{{name!r}: ...}}",
+                name=name,
+            )
+    policy, snapshot, host_memory = options["policy"], options["snapshot"], options["host_memory"]
+    if policy is not None and not callable(getattr(policy, "is_due", None)):
+        raise ConfigError(f"policy= is a {type(policy).__qualname__}; give Every(...) or Never()", name="policy")
+    if snapshot not in STRATEGIES:
+        raise ConfigError(f"snapshot={snapshot!r}: give one of {', '.join(STRATEGIES)}", name="snapshot")
+    if host_memory is not None and (not isinstance(host_memory, int) or host_memory <= 0):
+        raise ConfigError(f"host_memory={host_memory!r}: give a number of bytes", name="host_memory")

@@ -1,0 +1,79 @@
+"""What became of each snapshot: the futures behind save handles.
+
+Owns:    one future per snapshot from its start until the agent let go of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+
+from stepwell.errors import PersistError
+
+
+@dataclass(frozen=True)
+class SaveHandle:
+    """One save. `staging_completion`: the state may be changed; `upload_completion`: the checkpoint is committed."""
+
+    step: int
+    staging_completion: Future[None]
+    upload_completion: Future[str]
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Block until it is committed; returns the checkpoint's directory. Raises what went wrong."""
+        return _result(self.upload_completion, timeout)
+
+
+def _result(future: Future[str], timeout: float | None) -> str:
+    try:
+        return future.result(timeout)
+    except FutureTimeout:
+        raise PersistError(f"a checkpoint is not durable after {timeout:.0f} s; `events.jsonl` tells why") from None
+
+
+class Uploads:
+    """Snapshots on their way to the disk. Used from the training, copier and listening threads."""
+
+    def __init__(self) -> None:
+        self._futures: dict[int, Future[str]] = {}
+        self._lock = threading.Lock()
+
+    def open(self, sequence: int) -> Future[str]:
+        """The future of a snapshot; the same one however often it is asked for."""
+        with self._lock:
+            return self._futures.setdefault(sequence, Future())
+
+    def succeed(self, sequence: int, directory: str) -> None:
+        """It is committed."""
+        future = self.open(sequence)
+        if not future.done():
+            future.set_result(directory)
+
+    def fail(self, sequence: int, error: PersistError) -> None:
+        """It will not be committed."""
+        future = self.open(sequence)
+        if not future.done():
+            future.set_exception(error)
+
+    def forget(self, sequence: int) -> None:
+        """The agent has let go of it. One that was never committed is a failure."""
+        self.fail(sequence, PersistError("given up: a newer snapshot took its place"))
+        with self._lock:
+            self._futures.pop(sequence, None)
+
+    def fail_all(self, error: PersistError) -> None:
+        """Nothing will be committed any more."""
+        for sequence in list(self._futures):
+            self.fail(sequence, error)
+
+    def wait(self, timeout: float | None) -> None:
+        """Block until all are decided. Raises PersistError for one that failed."""
+        for future in self.pending():
+            _result(future, timeout)
+
+    def pending(self) -> list[Future[str]]:
+        """Those that are not decided."""
+        with self._lock:
+            return [future for future in self._futures.values() if not future.done()]

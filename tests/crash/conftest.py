@@ -1,0 +1,49 @@
+"""What the crash tests share: the fork server, a run directory with its processes, the uninterrupted reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.crash.harness import Ending, Run, Server
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Ending:
+    """How the run ends when nothing happens to it."""
+    folder = tmp_path_factory.mktemp("reference")
+    run = Run(server, folder / "run", folder / "log")
+    assert run.start().wait() == 0, run.trainers[0].log()
+    run.wait_gone()
+    return run.ending()
+
+
+@pytest.fixture
+def make_run(server: Server, tmp_path: Path) -> Iterator[MakeRun]:
+    """Make runs in this test's directory; whatever is left of them is killed afterwards."""
+    made: list[Run] = []
+
+    def make(name: str = "run", *, on: Server | None = None, where: Path | None = None, **env: str) -> Run:
+        run = Run(on or server, where or tmp_path / name, tmp_path / f"{name}.log", **env)
+        made.append(run)
+        return run
+
+    yield make
+    for run in made:
+        run.end_everything()
+
+
+@pytest.fixture
+def run(make_run: MakeRun) -> Run:
+    return make_run()

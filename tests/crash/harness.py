@@ -1,0 +1,336 @@
+"""Runs the trainer as real processes, kills them, starts them again, and checks what must hold afterwards.
+
+Owns:    the fork server, one run directory with all processes that belong to it, and the invariants of a restart.
+Not:     when and whom to kill (the tests).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepwell import events
+from stepwell.errors import DamagedError
+from stepwell.format.record import Record
+from stepwell.restore.read import FileSource, read_record_leaves
+from stepwell.store import catalog
+from stepwell.store.paths import RunPaths
+from stepwell.store.progress import read_progress
+
+HERE = Path(__file__).parent
+TRAINER = HERE / "trainer.py"
+TOKEN = "STEPWELL_TEST_RUN"
+DEADLINE_SECONDS = 60.0
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
+    """Poll until `condition` gives something true and return it; fail with `what` at the deadline."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.002)
+    return found
+
+
+class Server:
+    """The process that forks trainers. `command` runs it through something else, a mount namespace for instance."""
+
+    def __init__(self, command: list[str] | None = None) -> None:
+        # One thread each: a forked child is then what a fresh process would be, and the bits do not depend on cores.
+        single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+        self._process = subprocess.Popen(
+            [*(command or []), sys.executable, str(HERE / "server.py"), "stepwell-crash-server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **single},
+            text=True,
+        )
+        line = self._process.stdout.readline() if self._process.stdout is not None else ""
+        assert line, "the fork server did not start; its error is above"
+        self.pid: int = json.loads(line)["ready"]
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def seen(self, path: Path) -> Path:
+        """A path as the server sees it, from outside of its mount namespace."""
+        return Path(f"/proc/{self.pid}/root") / path.relative_to("/")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=DEADLINE_SECONDS)
+        self._process.stdout.close()
+
+
+class Process:
+    """A process that is signalled through a pidfd, so never a stranger with the same number."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._handle = os.pidfd_open(pid)
+
+    def signal(self, number: int) -> bool:
+        """False if it was dead already."""
+        if self.has_ended():
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+            return True
+        return False
+
+    def kill(self) -> bool:
+        return self.signal(signal.SIGKILL)
+
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        poll = select.poll()
+        poll.register(self._handle, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+    def is_stopped(self) -> bool:
+        return not self.has_ended() and _state(self.pid) == "T"
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
+class Trainer(Process):
+    """A forked trainer. `wait` gives its exit status, negative for a signal."""
+
+    def __init__(self, server: Server, request: dict[str, Any]) -> None:
+        super().__init__(server.ask(request)["pid"])
+        self._server = server
+        self._log = Path(request["log"])
+        self._status: int | None = None
+
+    def wait(self, seconds: float = DEADLINE_SECONDS) -> int:
+        if self._status is None:
+            assert self.has_ended(seconds), f"trainer {self.pid} still runs after {seconds:.0f} s:\n{self.log()}"
+            self._status = self._server.ask({"reap": self.pid})["status"]
+            self.close()
+        return self._status
+
+    def log(self) -> str:
+        """What it and its agent wrote to the terminal."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The final state of a run, as bytes and values, and the logged losses by step."""
+
+    step: int
+    shards: dict[str, bytes]
+    tree: Any
+    losses: dict[int, float]
+
+    def difference(self, other: Ending) -> str | None:
+        """The first thing that is not bit-identical, or None."""
+        if self.step != other.step:
+            return f"step {self.step}, expected {other.step}"
+        for name in sorted(self.shards.keys() | other.shards.keys()):
+            if self.shards.get(name) != other.shards.get(name):
+                return f"bytes of {name}"
+        if self.tree != other.tree:
+            return "tree of values"
+        steps = [step for step in other.losses if self.losses.get(step) != other.losses[step]]
+        return f"loss of step {steps[0]}" if steps else None
+
+
+class Run:
+    """One run directory and every process that works on it."""
+
+    def __init__(self, server: Server, where: Path, log: Path, **env: str) -> None:
+        self.server = server
+        self.where = where
+        self.paths = RunPaths(server.seen(where))
+        self.token = uuid.uuid4().hex
+        self.env = {"STEPWELL_LINGER": "30", TOKEN: self.token, **env}
+        self.log = log
+        self.trainers: list[Trainer] = []
+        self.kills = 0
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def start(self, **env: str) -> Trainer:
+        """Start the script once more. What `env` says holds for this trainer and its agents only."""
+        request = {"start": [str(TRAINER), str(self.where)], "env": {**self.env, **env}, "log": str(self.log)}
+        self.trainers.append(Trainer(self.server, request))
+        return self.trainers[-1]
+
+    def agents(self) -> list[Process]:
+        """All live agents of this run, found by what they inherited. The caller closes them."""
+        found = []
+        for name in os.listdir("/proc"):
+            if name.isdigit() and f"{TOKEN}={self.token}".encode() in _read(int(name), "environ").split(b"\0"):
+                if _state(int(name)) not in ("Z", "X", ""):
+                    with contextlib.suppress(ProcessLookupError):
+                        found.append(Process(int(name)))
+        return found
+
+    def agent(self) -> Process:
+        """The one agent of the running trainer, once it is known to the run directory."""
+
+        def find() -> Process | None:
+            progress = read_progress(self.paths.progress)
+            if progress is None or progress.pid != self.trainers[-1].pid or not progress.agent_pid:
+                return None
+            with contextlib.suppress(ProcessLookupError):
+                return Process(progress.agent_pid)
+            return None
+
+        found: Process = wait_for(find, "agent known to the run")
+        return found
+
+    def kill_agents(self) -> int:
+        """SIGKILL every agent; returns how many there were."""
+        agents = self.agents()
+        killed = sum(agent.kill() for agent in agents)
+        for agent in agents:
+            assert agent.has_ended(DEADLINE_SECONDS)
+            agent.close()
+        return killed
+
+    def end_everything(self) -> None:
+        """For teardown: nothing of this run survives, whatever state the test is in."""
+        for trainer in self.trainers:
+            if trainer._status is None:
+                trainer.kill()
+                trainer.wait()
+        self.kill_agents()
+
+    def wait_gone(self, seconds: float = DEADLINE_SECONDS) -> None:
+        """Until no agent is left."""
+
+        def is_gone() -> bool:
+            agents = self.agents()
+            for agent in agents:
+                agent.close()
+            return not agents
+
+        wait_for(is_gone, "agents end", seconds)
+
+    # -- what the run directory says ----------------------------------------------------------------------------------
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        found = events.read_events(self.paths.events)
+        return [event for event in found if kind is None or event["kind"] == kind]
+
+    def newest(self) -> catalog.Entry | None:
+        """The newest live committed checkpoint."""
+        return next((entry for entry in catalog.scan(self.paths) if entry.is_live and entry.is_committed), None)
+
+    def newest_step(self) -> int:
+        entry = self.newest()
+        return 0 if entry is None else entry.id.step
+
+    def verify(self, entry: catalog.Entry) -> Record:
+        """Read a checkpoint whole, every byte checked."""
+        assert entry.manifest is not None, f"{entry.id}: {entry.damage}"
+        record = catalog.read_record(self.paths, entry.manifest)
+        read_record_leaves(record, lambda file: FileSource(entry.path / file.name), None, lambda *_: None)
+        return record
+
+    def check_newest(self) -> int:
+        """The newest committed checkpoint verifies; returns its step (0: none yet)."""
+        while (entry := self.newest()) is not None:
+            try:
+                self.verify(entry)
+            except DamagedError:
+                if entry.id != getattr(self.newest(), "id", None):
+                    continue  # an agent that finishes its work committed newer ones and pruned this one meanwhile
+                raise
+            return entry.id.step
+        return 0
+
+    def good(self) -> list[catalog.Entry]:
+        return [entry for entry in catalog.scan(self.paths) if entry.is_live and entry.is_good]
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def restart(self, **env: str) -> Trainer:
+        """Start again after a death, and see that it resumes from what is committed (or from newer memory)."""
+        committed = self.check_newest()
+        trainer = self.start(**env)
+
+        def opened() -> list[dict[str, Any]]:
+            mine = [event for event in self.events() if event["process"] == trainer.pid]
+            found = [event for event in mine if event["kind"] in ("restore", "fresh")]
+            assert found or not trainer.has_ended(), f"it ended before it restored:\n{trainer.log()}"
+            return found
+
+        if "STEPWELL_CRASH" not in env:
+            (first,) = wait_for(opened, "restored")[:1]
+            if committed:
+                assert first["kind"] == "restore", f"step {committed} is committed, but the restart began from nothing"
+                assert first["step"] >= committed, f"resumed step {first['step']}, committed is {committed}"
+        return trainer
+
+    def finish(self) -> None:
+        """One more start, to the end."""
+        trainer = self.restart()
+        assert trainer.wait() == 0, trainer.log()
+
+    def ending(self) -> Ending:
+        """The final state; every duplicate of a logged value must be the same."""
+        entry = self.newest()
+        assert entry is not None and entry.manifest is not None and entry.manifest.finished
+        record = self.verify(entry)
+        losses: dict[int, float] = {}
+        for event in self.events("log"):
+            loss = event["values"]["loss"]
+            assert losses.setdefault(event["step"], loss) == loss, f"step {event['step']} was redone differently"
+        shards = {file.name: (entry.path / file.name).read_bytes() for file in record.files}
+        return Ending(entry.id.step, shards, record.tree, losses)
+
+    def check_identical(self, reference: Ending) -> None:
+        difference = self.ending().difference(reference)
+        assert difference is None, difference
+
+    def check_nothing_left(self) -> None:
+        """No process, no socket, no temporary file, no directory that is not a checkpoint."""
+        self.wait_gone()
+        assert not list(sockets(self.run_id()))
+        left = [str(path) for path in self.paths.root.rglob("*.tmp")]
+        assert not left, left
+        uncommitted = [str(entry.id) for entry in catalog.scan(self.paths) if not entry.is_committed]
+        assert not uncommitted, uncommitted
+
+    def run_id(self) -> str:
+        found: str = json.loads(self.paths.run.read_text())["id"]
+        return found
+
+
+def sockets(run: str) -> Iterator[str]:
+    """Abstract addresses of this run's agents."""
+    with open("/proc/net/unix") as table:
+        for line in table:
+            name = line.split()[-1]
+            if name.startswith(f"@stepwell/{run}/"):
+                yield name
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _state(pid: int) -> str:
+    return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].strip()[:1]

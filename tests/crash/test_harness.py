@@ -1,0 +1,20 @@
+"""The harness itself: a whole run ends as the reference does, and a wrong resume is noticed."""
+
+from __future__ import annotations
+
+from tests.crash.conftest import MakeRun
+from tests.crash.harness import Ending, Run
+
+
+def test_an_uninterrupted_run_ends_as_the_reference(run: Run, reference: Ending) -> None:
+    assert run.start().wait() == 0, run.trainers[0].log()
+    run.check_identical(reference)
+    run.check_nothing_left()
+
+
+def test_running_a_finished_run_again_changes_nothing(run: Run, reference: Ending) -> None:
+    assert run.start().wait() == 0
+    assert run.start().wait() == 0
+    assert [event["again"] for event in run.events("finished")] == [False, True]
+    run.check_identical(reference)
+    run.check_nothing_left()

@@ -1,0 +1,88 @@
+"""The training run of the crash tests: small, seeded, with everything in it that a wrong resume would spoil.
+
+BatchNorm statistics, dropout, Adam's moments, a schedule, a shuffled loader, and draws from Python's, NumPy's and
+torch's generators in every step. It reads its settings from the environment, so that a test changes nothing but that.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+
+import numpy
+import torch
+
+EPOCHS = 4
+BATCHES = 12
+
+
+def main() -> None:
+    from stepwell import Checkpointer, Every
+
+    get = os.environ.get
+    width, workers, pace = int(get("TRAIN_WIDTH", "16")), int(get("TRAIN_WORKERS", "0")), float(get("TRAIN_PACE", "0"))
+    memory = get("TRAIN_HOST_MEMORY")
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    numpy.random.seed(2)
+    random.seed(3)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, width),
+        torch.nn.BatchNorm1d(width),
+        torch.nn.ReLU(),
+        torch.nn.Dropout(0.3),
+        torch.nn.Linear(width, 4),
+    )
+    if get("TRAIN_FROZEN"):
+        model.append(torch.nn.Linear(4, 4).requires_grad_(False))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * BATCHES)
+    inputs = torch.randn(BATCHES * 8, 8)
+    targets = inputs[:, :4].argmax(dim=1)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(inputs, targets), batch_size=8, shuffle=True, num_workers=workers
+    )
+    ckpt = Checkpointer(
+        sys.argv[1],
+        policy=Every(steps=int(get("TRAIN_EVERY", "4"))),
+        data=loader,
+        seed=7,
+        host_memory=None if memory is None else int(memory),
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+    )
+    if get("TRAIN_RESTORE", "1") == "1":  # the control of the harness switches it off
+        ckpt.restore()
+    for _ in ckpt.epochs(int(get("TRAIN_EPOCHS", str(EPOCHS)))):
+        for batch, wanted in ckpt.data:
+            noise = random.random() + float(numpy.random.rand())
+            loss = torch.nn.functional.cross_entropy(model(batch + 0.01 * noise), wanted)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            ckpt.log(loss=loss)
+            if pace:
+                time.sleep(pace)  # the length of a step, as a larger model would have it
+            _misbehave(get("TRAIN_END"), optimizer)
+
+
+def _misbehave(how: str | None, optimizer: torch.optim.Optimizer) -> None:
+    """End in the way the environment asks for, in the thirtieth step."""
+    if how is None or int(next(iter(optimizer.state.values()))["step"]) != 30:
+        return
+    if how == "exception":
+        raise RuntimeError("the user's own mistake")
+    if how == "exit":
+        sys.exit(3)
+    if how == "_exit":
+        os._exit(4)
+    if how == "wait":
+        time.sleep(600)  # until a test ends this process
+
+
+if __name__ == "__main__":
+    main()

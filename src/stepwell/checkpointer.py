@@ -97,7 +97,12 @@ class Checkpointer:
         self._repeats: dict[int, int] = {}
         self._committed_step: int | None = None
         self._logged: list[tuple[int, dict[str, Any]]] = []
-        self._hooks: list[Any] = []
+        self._hooks = [
+            item.optimizer.register_step_pre_hook(self._before_optimizer_step)
+            for item in self._tracked
+            if item.optimizer is not None
+        ]
+        self._steps.has_optimizers = bool(self._hooks)
 
     # -- opening and restoring ----------------------------------------------------------------------------------------
 
@@ -147,10 +152,6 @@ class Checkpointer:
         self._client.start(reopened.hello(self._paths, self._keep))
         self._reopened = reopened
         atexit.register(self._at_exit)
-        for item in self._tracked:
-            if item.optimizer is not None:
-                self._hooks.append(item.optimizer.register_step_pre_hook(self._before_optimizer_step))
-        self._steps.has_optimizers = bool(self._hooks)
         with contextlib.suppress(OSError):  # reports are poorer without it, nothing else
             self._progress.open(lineage=reopened.lineage.number, agent_pid=self._client.pid)
         self._progress.update(self._steps.step)
@@ -163,7 +164,6 @@ class Checkpointer:
     def _prepare(self, reopened: Reopened) -> None:
         """Get memory ready early: after a restore at once, else after the first step (optimizers fill up there)."""
         if reopened.own is None:
-            self._snapshotter.observe(flatten({item.name: item.state() for item in self._tracked}))
             return
         self._committed_step = self._saved_step = self._steps.step
         flat = flatten(self._state())
@@ -233,6 +233,9 @@ class Checkpointer:
 
     def _before_optimizer_step(self, *_: Any) -> None:
         """The gate: runs before every step of a tracked optimizer."""
+        if not self._steps.has_stepped:
+            with contextlib.suppress(StateError):  # said again, with its path, by the first save
+                self._snapshotter.observe(flatten({item.name: item.state() for item in self._tracked}))
         self._snapshotter.gate()
         self._steps.on_optimizer_step()
 

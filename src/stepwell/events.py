@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 logger = logging.getLogger("stepwell")
+_MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +318,9 @@ class EventLog:
         line.update(asdict(event))
         try:
             if self._fd is None:
-                self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                # A link could lead out of the run directory, and a pipe without a reader would block.
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                self._fd = os.open(self.path, flags, 0o644)
             os.write(self._fd, json.dumps(line, default=str).encode() + b"\n")
             self._failed = False
         except OSError as error:
@@ -333,18 +336,19 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """All readable lines of an event file, in file order; torn or foreign lines are skipped."""
+    """All readable lines of an event file, in file order; torn, foreign or endless lines are skipped."""
     try:
-        with path.open("rb") as lines:
-            for line in lines:
-                try:
-                    event = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(event, dict) and "kind" in event:
-                    yield event
-    except FileNotFoundError:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
         return
+    with os.fdopen(fd, "rb") as lines:
+        while line := lines.readline(_MAX_LINE_BYTES):
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(event, dict) and isinstance(event.get("kind"), str):
+                yield event
 
 
 def speak_to_terminal(who: str = "stepwell", level: int = logging.INFO) -> None:

@@ -132,12 +132,12 @@ class Trainer(Process):
 
 @dataclass(frozen=True)
 class Ending:
-    """The final state of a run, as bytes and values, and the logged losses by step."""
+    """The final state of a run, as bytes and values, and the losses that were logged for each step, redone ones too."""
 
     step: int
     shards: dict[str, bytes]
     tree: Any
-    losses: dict[int, float]
+    losses: dict[int, set[float]]
 
     def difference(self, other: Ending) -> str | None:
         """The first thing that is not bit-identical, or None."""
@@ -160,7 +160,7 @@ class Run:
         self.where = where
         self.paths = RunPaths(server.seen(where))
         self.token = uuid.uuid4().hex
-        self.env = {"STEPWELL_LINGER": "30", TOKEN: self.token, **env}
+        self.env = {"STEPWELL_LINGER": "30", "TRAIN_PACE": "0.003", TOKEN: self.token, **env}
         self.log = log
         self.trainers: list[Trainer] = []
         self.kills = 0
@@ -287,14 +287,13 @@ class Run:
         assert trainer.wait() == 0, trainer.log()
 
     def ending(self) -> Ending:
-        """The final state; every duplicate of a logged value must be the same."""
+        """The final state."""
         entry = self.newest()
         assert entry is not None and entry.manifest is not None and entry.manifest.finished
         record = self.verify(entry)
-        losses: dict[int, float] = {}
+        losses: dict[int, set[float]] = {}
         for event in self.events("log"):
-            loss = event["values"]["loss"]
-            assert losses.setdefault(event["step"], loss) == loss, f"step {event['step']} was redone differently"
+            losses.setdefault(event["step"], set()).add(event["values"]["loss"])
         shards = {file.name: (entry.path / file.name).read_bytes() for file in record.files}
         return Ending(entry.id.step, shards, record.tree, losses)
 

@@ -54,8 +54,9 @@ def main() -> None:
         optimizer=optimizer,
         scheduler=scheduler,
     )
-    if get("TRAIN_RESTORE", "1") == "1":  # the control of the harness switches it off
-        ckpt.restore()
+    restored = ckpt.restore()
+    if restored and get("TRAIN_FORGET"):  # the control of the harness: a resume that loses something
+        model[1].reset_running_stats()
     for _ in ckpt.epochs(int(get("TRAIN_EPOCHS", str(EPOCHS)))):
         for batch, wanted in ckpt.data:
             noise = random.random() + float(numpy.random.rand())

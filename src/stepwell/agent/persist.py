@@ -117,14 +117,12 @@ class Persister:
                 self.log.emit(events.Prune(directory=entry.id.directory, reason=reason))
             except (OSError, StepwellError) as error:
                 self.log.emit(events.PruneFailed(directory=entry.id.directory, error=str(error)))
+        if newest_number(self.paths) == lineage:
+            retention.remove_strays(self.paths, lineage)
 
     def _removable(self, lineage: int, keep: Keep) -> list[tuple[catalog.Entry, str]]:
         entries = catalog.scan(self.paths)
-        left_over = [
-            (entry, "left over from a process that died")
-            for entry in entries
-            if not entry.is_committed and not entry.is_live and entry.id.lineage < lineage
-        ]
+        left_over = [(entry, "never committed") for entry in retention.left_over(entries, lineage)]
         return retention.surplus(entries, keep) + left_over
 
 

@@ -62,25 +62,31 @@ class _Skipping(Sampler[Any]):
 
 def _reseed(sampler: Any, seed: int, epoch: int) -> None:
     """Make a sampler's order a function of (seed, epoch)."""
-    while isinstance(sampler, BatchSampler):
-        sampler = sampler.sampler
-    if hasattr(sampler, "generator"):
-        sampler.generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
-    if callable(getattr(sampler, "set_epoch", None)):
-        sampler.set_epoch(epoch)
+    for inner in _layers(sampler):
+        if hasattr(inner, "generator"):
+            inner.generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
+        if callable(getattr(inner, "set_epoch", None)):
+            inner.set_epoch(epoch)
+
+
+def _layers(sampler: Any) -> list[Any]:
+    """A batch sampler, the sampler it draws from, and so on."""
+    found = [sampler]
+    while isinstance(found[-1], BatchSampler):
+        found.append(found[-1].sampler)
+    return found
 
 
 def _check_sampler(sampler: Any) -> None:
-    inner = sampler
-    while isinstance(inner, BatchSampler):
-        inner = inner.sampler
-    known = isinstance(inner, SequentialSampler) or hasattr(inner, "generator")
-    if not (known or callable(getattr(inner, "set_epoch", None))):
-        raise DataError(
-            f"the sampler {type(inner).__qualname__} cannot be brought back to a position: give it a `generator` "
-            f"attribute or a `set_epoch` method on which alone its order depends. {_HOW}",
-            found=type(inner).__qualname__,
-        )
+    """A class of the user's own may shuffle as it likes: only what it lets us set counts, not what it inherits from."""
+    for inner in _layers(sampler):
+        known = type(inner) in (BatchSampler, SequentialSampler, list, tuple, range) or hasattr(inner, "generator")
+        if not (known or callable(getattr(inner, "set_epoch", None))):
+            raise DataError(
+                f"the sampler {type(inner).__qualname__} cannot be brought back to a position: give it a `generator` "
+                f"attribute or a `set_epoch` method on which alone its order depends. {_HOW}",
+                found=type(inner).__qualname__,
+            )
 
 
 class LoaderSource:
@@ -95,6 +101,7 @@ class LoaderSource:
         self._sampler = _Skipping(inner, seed)
         self._generator = torch.Generator()
         self._seed = seed
+        # in_order is not carried over: batches in the order of arrival have no positions to come back to.
         self._loader: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_size=1 if batched else None,

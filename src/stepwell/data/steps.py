@@ -20,6 +20,7 @@ class StepCounter:
         self.step = 0
         self.has_optimizers = False
         self.is_explicit = False
+        self.has_stepped = False
         self._stepped = False
         self._delivered = 0
         self._calls = 0
@@ -27,7 +28,7 @@ class StepCounter:
 
     def on_optimizer_step(self) -> None:
         """A tracked optimizer's step was entered. Warns once if nobody ends the iterations."""
-        self._stepped = True
+        self._stepped = self.has_stepped = True
         self._calls += 1
         if self._calls > _STEPS_WITHOUT_TRIGGER and not self._warned:
             self._warned = True

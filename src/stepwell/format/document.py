@@ -1,18 +1,22 @@
 """JSON documents that may be damaged or forged: bounded, without duplicate keys, closed by their own checksum.
 
 Owns:    the one way a small file is parsed and sealed.
-Holds:   no document is believed before its checksum matched; errors name the file.
+Holds:   no document is believed before its checksum matched; what is written can be read; errors name the file.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from typing import Any, Final, NoReturn
 
-from stepwell.errors import DamagedError
+from stepwell.errors import DamagedError, StateError
 from stepwell.format.checksum import document_digest
 
-MAX_DOCUMENT_BYTES: Final = 256 << 20
+MAX_DOCUMENT_BYTES: Final = 64 << 20
+"""Of a record, the largest document. Parsing takes up to thirty times as much memory."""
+_RUN_ID: Final = re.compile(r"[0-9a-f]{16}")
 
 
 def parse_json(data: bytes, *, path: str) -> Any:
@@ -21,8 +25,8 @@ def parse_json(data: bytes, *, path: str) -> Any:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
         if len(found) != len(items):
-            keys = [key for key, _ in items]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            seen: set[str] = set()
+            twice = next(key for key, _ in items if key in seen or seen.add(key))  # type: ignore[func-returns-value]
             raise DamagedError(f"{path}: the key {twice!r} stands twice", path=path, key=twice)
         return found
 
@@ -40,8 +44,15 @@ def parse_json(data: bytes, *, path: str) -> Any:
 
 
 def seal(document: dict[str, Any]) -> bytes:
-    """Bytes of a document with its own checksum as the last key."""
+    """Bytes of a document with its own checksum as the last key. Raises StateError if it is too large to be read."""
     body = json.dumps(document, separators=(",", ":")).encode()
+    if len(body) + 64 > MAX_DOCUMENT_BYTES:
+        raise StateError(
+            f"{document['format']} of {len(body)} bytes, more than {MAX_DOCUMENT_BYTES}: too many tensors "
+            "or plain values; store long lists of numbers as tensors",
+            expected=MAX_DOCUMENT_BYTES,
+            found=len(body),
+        )
     return body[:-1] + f',"checksum":"{document_digest(body)}"}}\n'.encode()
 
 
@@ -86,17 +97,26 @@ class Fields:
         return value
 
     def number(self, key: str) -> float:
-        """Any number."""
+        """Any finite number."""
         value = self._document.get(key)
-        if type(value) not in (int, float):
+        if type(value) is float and math.isfinite(value):
+            return value
+        if type(value) is not int or abs(value) >= 1 << 62:
             self._fail(key, "a number")
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
 
     def text(self, key: str) -> str:
         """A string."""
         value = self._document.get(key)
         if not isinstance(value, str):
             self._fail(key, "text")
+        return value
+
+    def run_id(self, key: str) -> str:
+        """The id of a run: it becomes part of a socket's address."""
+        value = self.text(key)
+        if not _RUN_ID.fullmatch(value):
+            self._fail(key, "16 hex digits")
         return value
 
     def flag(self, key: str) -> bool:

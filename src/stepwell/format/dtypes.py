@@ -25,6 +25,8 @@ NATIVE: Final[dict[str, tuple[int, str]]] = {
     "float8_e5m2": (1, "F8_E5M2"),
 }
 
+SUB_BYTE: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+
 AS_BYTES: Final[dict[str, int]] = {
     "complex32": 4,
     "complex64": 8,
@@ -33,7 +35,7 @@ AS_BYTES: Final[dict[str, int]] = {
     "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
     "float4_e2m1fn_x2": 1,
-    **{f"{sign}int{bits}": 1 for sign in ("", "u") for bits in range(1, 8)},
+    **dict.fromkeys(SUB_BYTE, 1),
     **dict.fromkeys(("bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
     "bits16": 2,
 }

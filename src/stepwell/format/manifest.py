@@ -6,6 +6,7 @@ Holds:   a manifest names every record by digest; a lineage names its parent and
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +18,11 @@ from stepwell.types import CheckpointId
 MANIFEST: Final = "stepwell.manifest/1"
 RUN: Final = "stepwell.run/1"
 LINEAGE: Final = "stepwell.lineage/1"
+_DIGEST: Final = re.compile(r"[0-9a-f]{32}")
+
+
+MAX_SEED: Final = 1 << 64
+"""A run's seed is a whole number below this."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,14 @@ class Manifest:
         for item in fields.items("records"):
             ref = Fields(item, path=path)
             name = check_file_name(ref.text("name"), path=path)
-            records.append(RecordRef(name, ref.integer("nbytes"), ref.text("digest")))
+            digest = ref.text("digest")
+            if not _DIGEST.fullmatch(digest):
+                raise DamagedError(f"{path}: record {name} has a digest that is none", path=path)
+            records.append(RecordRef(name, ref.integer("nbytes"), digest))
         if not records or len(records) != fields.integer("world_size"):
             raise DamagedError(f"{path}: {len(records)} records for {fields.integer('world_size')} ranks", path=path)
         return cls(
-            run=fields.text("run"),
+            run=fields.run_id("run"),
             id=CheckpointId(fields.integer("step"), fields.integer("repeat"), fields.integer("lineage")),
             world_size=fields.integer("world_size"),
             created=fields.number("created"),
@@ -107,7 +116,7 @@ class Run:
     def load(cls, data: bytes, *, path: str) -> Run:
         """Parse and check `run.json`."""
         fields = Fields(unseal(data, path=path, kind=RUN), path=path)
-        return cls(fields.text("id"), fields.integer("seed", limit=1 << 64), fields.number("created"))
+        return cls(fields.run_id("id"), fields.integer("seed", limit=MAX_SEED), fields.number("created"))
 
 
 @dataclass(frozen=True)

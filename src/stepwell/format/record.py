@@ -2,7 +2,8 @@
 
 Owns:    the fields of `rank-00000.json` and their meaning.
 Before:  the agent wrote the files and knows their block checksums.   After: the manifest names the record by digest.
-Holds:   file names stay inside the checkpoint's directory; leaves lie inside their files.
+Holds:   file names stay inside the checkpoint's directory; the leaves of a file follow each other from a page
+         boundary to its end, without gap or overlap.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from stepwell.format.document import Fields, seal, unseal
 from stepwell.types import CheckpointId, Owner
 
 KIND: Final = "stepwell.record/1"
-_FILE_NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
-_DIGEST: Final = re.compile(r"^[0-9a-f]{16}$")
+MAX_BLOCK_BYTES: Final = 64 << 20
+_PAGE: Final = 4096
+_FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{16}")
+_DEVICE: Final = re.compile(r"[a-z]{1,20}(:[0-9]{1,4})?")
 
 
 @dataclass(frozen=True)
@@ -108,13 +112,18 @@ class Record:
         leaves = tuple(_leaf(item, files, path) for item in fields.items("leaves"))
         if len({leaf.name for leaf in leaves}) != len(leaves):
             raise DamagedError(f"{path}: two leaves share a name", path=path)
+        for number, file in enumerate(files):
+            _check_cover(file, [leaf for leaf in leaves if leaf.file == number], path)
         parity, versions = fields.raw("parity"), fields.raw("versions")
         if not (parity is None or isinstance(parity, dict)) or not isinstance(versions, dict):
             raise DamagedError(f"{path}: parity or versions are not of their form", path=path)
+        owner = Owner(fields.integer("rank"), fields.integer("world_size"))
+        if owner.rank >= owner.world_size:
+            raise DamagedError(f"{path}: rank {owner.rank} of {owner.world_size}", path=path)
         return cls(
-            run=fields.text("run"),
+            run=fields.run_id("run"),
             id=CheckpointId(fields.integer("step"), fields.integer("repeat"), fields.integer("lineage")),
-            owner=Owner(fields.integer("rank"), fields.integer("world_size")),
+            owner=owner,
             created=fields.number("created"),
             suspect=fields.optional_text("suspect"),
             parity=parity,
@@ -127,21 +136,23 @@ class Record:
 
 def check_file_name(name: str, *, path: str) -> str:
     """Refuse names that could lead out of the checkpoint's directory."""
-    if not _FILE_NAME.match(name) or ".." in name:
+    if not _FILE_NAME.fullmatch(name) or ".." in name:
         raise DamagedError(f"{path}: {name!r} is not a plain file name", path=path, found=name)
     return name
 
 
 def _file(item: object, path: str) -> FileEntry:
     fields = Fields(item, path=path)
-    nbytes, block_bytes = fields.integer("nbytes"), fields.integer("block_bytes", limit=1 << 30)
+    nbytes, block_bytes = fields.integer("nbytes"), fields.integer("block_bytes", limit=MAX_BLOCK_BYTES + 1)
     blocks, kind = fields.items("blocks"), fields.text("kind")
     name = check_file_name(fields.text("name"), path=path)
     if kind not in ("safetensors", "opaque"):
         raise DamagedError(f"{path}: file {name} is of unknown kind {kind!r}", path=path)
-    if block_bytes < 4096 or len(blocks) != block_count(nbytes, block_bytes):
-        raise DamagedError(f"{path}: file {name} has {len(blocks)} checksums for {nbytes} bytes", path=path)
-    if not all(isinstance(block, str) and _DIGEST.match(block) for block in blocks):
+    if not block_bytes or block_bytes % _PAGE or len(blocks) != block_count(nbytes, block_bytes):
+        raise DamagedError(
+            f"{path}: file {name} has {len(blocks)} checksums for {nbytes} bytes in blocks of {block_bytes}", path=path
+        )
+    if not all(isinstance(block, str) and _DIGEST.fullmatch(block) for block in blocks):
         raise DamagedError(f"{path}: file {name} has a checksum that is none", path=path)
     return FileEntry(name, kind, nbytes, block_bytes, tuple(blocks))
 
@@ -165,7 +176,45 @@ def _leaf(item: object, files: tuple[FileEntry, ...], path: str) -> LeafEntry:
     )
     if not dtypes.is_known(leaf.dtype):
         raise DamagedError(f"{path}: leaf {leaf.name!r} has unknown element type {leaf.dtype!r}", path=path)
+    if leaf.codec != "raw" or leaf.parent is not None:
+        raise DamagedError(
+            f"{path}: leaf {leaf.name!r} is coded as {leaf.codec!r}, this version reads 'raw'",
+            path=path,
+            leaf=leaf.name,
+        )
+    if not _DEVICE.fullmatch(leaf.device) or not _is_box(leaf):
+        raise DamagedError(f"{path}: leaf {leaf.name!r} has a device or box that is none", path=path, leaf=leaf.name)
     size = dtypes.element_count(leaf.shape) * dtypes.itemsize(leaf.dtype)
     if leaf.file >= len(files) or leaf.end - leaf.start != size or leaf.end > files[leaf.file].nbytes:
         raise DamagedError(f"{path}: leaf {leaf.name!r} does not lie inside its file", path=path, leaf=leaf.name)
     return leaf
+
+
+def _is_box(leaf: LeafEntry) -> bool:
+    """Whether shape at offsets lies inside the global shape."""
+    if not len(leaf.shape) == len(leaf.offsets) == len(leaf.global_shape):
+        return False
+    corners = zip(leaf.offsets, leaf.shape, leaf.global_shape, strict=True)
+    return all(offset + size <= whole for offset, size, whole in corners)
+
+
+def _check_cover(file: FileEntry, leaves: list[LeafEntry], path: str) -> None:
+    """Leaves that overlap would be read in part only; bytes between them would belong to nobody."""
+    ordered = sorted(leaves, key=lambda leaf: (leaf.start, leaf.end))
+    if file.kind == "opaque":
+        if ordered:
+            raise DamagedError(f"{path}: leaf {ordered[0].name!r} lies in an opaque file", path=path)
+        return
+    position = ordered[0].start if ordered else file.nbytes
+    if not position or position % _PAGE:
+        raise DamagedError(f"{path}: the data of {file.name} starts at {position}, not on a page boundary", path=path)
+    for leaf in ordered:
+        if leaf.start != position:
+            raise DamagedError(
+                f"{path}: leaf {leaf.name!r} starts at {leaf.start}, the one before it ends at {position}",
+                path=path,
+                leaf=leaf.name,
+            )
+        position = leaf.end
+    if position != file.nbytes:
+        raise DamagedError(f"{path}: the leaves of {file.name} end at {position} of {file.nbytes} bytes", path=path)

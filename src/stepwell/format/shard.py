@@ -55,10 +55,13 @@ class ShardLayout:
     nbytes: int
 
 
-def lay_out(specs: Iterable[LeafSpec]) -> ShardLayout:
-    """Place leaves in a file. The order depends only on element size and the order given."""
+def lay_out(specs: Iterable[LeafSpec], metadata: dict[str, str] | None = None) -> ShardLayout:
+    """Place leaves in a file. The order depends only on element size and the order given.
+
+    `metadata` adds to what the header says of the whole file.
+    """
     ordered = sorted(specs, key=lambda spec: -dtypes.itemsize(spec.dtype))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "writer": "stepwell"}}
+    header: dict[str, Any] = {"__metadata__": {**(metadata or {}), "format": "pt", "writer": "stepwell"}}
     offsets, end = [], 0
     for spec in ordered:
         start, end = end, end + spec.nbytes

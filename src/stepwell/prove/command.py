@@ -101,7 +101,8 @@ class Command:
         deadline = time.monotonic() + _EXIT_SECONDS
         while time.monotonic() < deadline:
             with contextlib.ExitStack() as stack:
-                handles = [handle for pid in self._pids() if pid not in spare if (handle := self._open(pid, stack))]
+                pids = [pid for pid in self._pids() if pid not in spare]
+                handles = [handle for pid in pids if (handle := self._open(pid, stack)) is not None]
                 if not handles:
                     return
                 for handle in handles:
@@ -109,8 +110,11 @@ class Command:
                 for handle in handles:
                     _await_end(handle)
 
-    def close(self) -> None:
-        """Leave nothing behind, whatever happened."""
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing behind, whatever happened: an error here, Ctrl-C, a lingering agent."""
         self.end_all()
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):

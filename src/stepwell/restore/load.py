@@ -2,7 +2,8 @@
 
 Owns:    which live tensor each leaf goes into, and the comparison of a checkpoint with the live objects.
 Holds:   modules and optimizers are filled in place, so there is never a second copy of the state; every mismatch is
-         listed by name in one error before any byte is read.
+         listed by name in one error before any byte is read; a record is not believed: what it says of the values is
+         checked before any object is given its state.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from stepwell.errors import DamagedError, StateError, listing
 from stepwell.format.record import FileEntry, LeafEntry, Record
 from stepwell.restore.read import Source, read_record_leaves
+from stepwell.state import rng
 from stepwell.state.flatten import dtype_from, dtype_name, flatten, unflatten
 from stepwell.state.tracked import Tracked
 
@@ -40,8 +42,24 @@ def load_record(
     strict: bool,
 ) -> Loaded:
     """Fill the live objects from a checkpoint. Raises StateError (mismatch) or DamagedError (bytes)."""
+    try:
+        return _load(record, open_source, tracked, only, strict)
+    except DamagedError as error:
+        if "path" in error.fields:
+            raise
+        path = f"{record.id}/{record.owner.stem}.json"
+        raise DamagedError(f"{path}: {error}", **{**error.fields, "path": path}) from error
+
+
+def _load(
+    record: Record,
+    open_source: Callable[[FileEntry], Source],
+    tracked: Sequence[Tracked],
+    only: set[str] | None,
+    strict: bool,
+) -> Loaded:
     if not isinstance(record.tree, dict) or "stepwell" not in record.tree:
-        raise DamagedError(f"{record.id}: the tree of values lacks the run's own state")
+        raise DamagedError("the tree of values lacks the run's own state")
     chosen = [item for item in tracked if only is None or item.name in only]
     fit = _Fit(record, chosen, only)
     if fit.problems and strict:
@@ -57,13 +75,26 @@ def load_record(
     targets = {entry.name: fit.target(entry) for entry in record.leaves if entry.name in wanted}
     missing = wanted - targets.keys()
     if missing:
-        raise DamagedError(f"{record.id}: the record lacks leaf {min(missing)!r}")
+        raise DamagedError(f"the record lacks leaf {min(missing)!r}")
     nbytes = read_record_leaves(record, open_source, None if only is None else wanted, _deliver_into(targets))
     state = {name: unflatten(tree, targets.__getitem__) for name, tree in trees.items()}
+    own = state.get("stepwell")
+    if own is not None:
+        _check_own(own, record)
     for item in chosen:
         if item.name in state:
             _give(item, state[item.name], fit, strict=strict)
-    return Loaded(state.get("stepwell"), fit.problems, nbytes)
+    return Loaded(own, fit.problems, nbytes)
+
+
+def _check_own(own: Any, record: Record) -> None:
+    """The run's own state goes to counters and generators, which would not look at it."""
+    if not isinstance(own, dict) or own.get("step") != record.id.step or type(own.get("finished")) is not bool:
+        raise DamagedError("the run's own state does not belong to this step")
+    for name in ("epoch", "consumed"):
+        if type(own.get(name)) is not int or not 0 <= own[name] < 1 << 62:
+            raise DamagedError(f"the run's own state has {own.get(name)!r} as {name}")
+    rng.check(own.get("rng"))
 
 
 def _deliver_into(targets: dict[str, torch.Tensor]) -> Callable[[LeafEntry, int, memoryview], None]:
@@ -105,15 +136,18 @@ def _leaf_names(tree: Any) -> list[str]:
 
 def _keys(tree: Any) -> dict[str, str | None]:
     """Keys of a module's saved state dict, each with the leaf behind it (None: not a tensor)."""
-    if isinstance(tree, dict) and len(tree) == 1 and next(iter(tree)).startswith("$"):
-        payload = next(iter(tree.values()))
-        pairs = payload[0] if "$state_dict" in tree else payload
-    else:
-        pairs = list(tree.items())
     found: dict[str, str | None] = {}
-    for key, value in pairs:
-        names = _leaf_names(value) if isinstance(value, dict) and "$tensor" in value else []
-        found[str(key)] = names[0] if names else None
+    try:
+        if len(tree) == 1 and next(iter(tree)).startswith("$"):
+            payload = next(iter(tree.values()))
+            pairs = payload[0] if "$state_dict" in tree else payload
+        else:
+            pairs = list(tree.items())
+        for key, value in pairs:
+            names = _leaf_names(value) if isinstance(value, dict) and "$tensor" in value else []
+            found[str(key)] = names[0] if names else None
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise DamagedError(f"the saved state of a module is no state dict: {error}") from error
     return found
 
 
@@ -169,14 +203,15 @@ class _Fit:
         dtype = dtype_from(entry.dtype)
         if live is not None and tuple(live.shape) == entry.shape and live.dtype == dtype and live.is_contiguous():
             return live
-        device = torch.device(entry.device)
-        if device.type == "cuda" and not (
-            torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
-        ):
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        elif device.type not in ("cpu", "cuda"):
-            device = torch.device("cpu")
-        return torch.empty(entry.shape, dtype=dtype, device=device)
+        return torch.empty(entry.shape, dtype=dtype, device=_device(entry.device))
+
+
+def _device(text: str) -> torch.device:
+    """The device a leaf came from, or the nearest there is here."""
+    kind, _, index = text.partition(":")
+    if kind != "cuda" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device(text if int(index or 0) < torch.cuda.device_count() else "cuda")
 
 
 def _give(item: Tracked, state: Any, fit: _Fit, *, strict: bool) -> None:
@@ -187,5 +222,5 @@ def _give(item: Tracked, state: Any, fit: _Fit, *, strict: bool) -> None:
             item.module.load_state_dict(kept, strict=False)
         else:
             item.load(state)
-    except (ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # the user's code: whatever it says is about this checkpoint and that object
         raise StateError(f"{item.name}: load_state_dict refused the checkpoint: {error}", name=item.name) from error

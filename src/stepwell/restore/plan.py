@@ -53,7 +53,7 @@ def _why_not(entry: Entry, step: int | None, before: int | None) -> str | None:
     if before is not None and entry.id.step >= before:
         return f"not before step {before}"
     if not entry.is_live:
-        return "abandoned branch: the run was continued from an earlier step"
+        return entry.why_not_live or "abandoned branch: the run was continued from an earlier step"
     return None
 
 

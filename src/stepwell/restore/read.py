@@ -140,7 +140,8 @@ def read_file(
 
     def work(part: Sequence[int]) -> int:
         done = 0
-        with mmap.mmap(-1, -(-file.block_bytes // _PAGE) * _PAGE) as memory, memoryview(memory) as buffer:
+        nbytes = min(file.block_bytes, file.nbytes)
+        with mmap.mmap(-1, -(-nbytes // _PAGE) * _PAGE) as memory, memoryview(memory) as buffer:
             for number in part:
                 start = number * file.block_bytes
                 nbytes = min(file.block_bytes, file.nbytes - start)

@@ -68,7 +68,7 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
     """A few elements spread over a leaf, as bytes: an update of the whole tensor changes them."""
     flat = tensor.detach().reshape(-1)
     step = max(1, flat.numel() // _SAMPLES)
-    return flat[::step][: _SAMPLES + 1].contiguous().view(torch.uint8)
+    return flat[::step][: _SAMPLES + 1].clone().view(torch.uint8)
 
 
 class Fingerprints:

@@ -104,17 +104,14 @@ class Inflight:
             self.void = Void("?", f"copy failed: {type(error).__name__}: {error}")
         if self.void is not None:
             self.arena.set_verdict(self.slot, self.sequence, is_good=False)
+        self.host, self.targets = [], {}  # let go of the user's tensors
+        on_done(self)  # before the gate opens: the next snapshot must know how this one ended
         self.done.set()
         if self.void is None:
             self.staged.set_result(None)
         else:
-            self.staged.set_exception(
-                StateError(
-                    f"snapshot of step {self.step} is void: {self.void.leaf} ({self.void.seen_by})", step=self.step
-                )
-            )
-        self.host, self.targets = [], {}  # let go of the user's tensors
-        on_done(self)
+            text = f"snapshot of step {self.step} is void: {self.void.leaf} ({self.void.seen_by})"
+            self.staged.set_exception(StateError(text, step=self.step))
 
     def _judge(self, flagged: list[str]) -> None:
         self.look()

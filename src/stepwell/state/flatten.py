@@ -2,13 +2,14 @@
 
 Owns:    which values become leaves (tensors, arrays), how leaves are named, and how the tree refers to them.
 Not:     plain values (format.tree), bytes (snapshot, restore).
-Holds:   tensors that share memory, shape and strides are one leaf and come back as one tensor; a tensor that cannot
-         be stored as plain bytes is refused with its path.
+Holds:   tensors that share memory, type, shape and strides are one leaf and come back as one tensor; what cannot be
+         stored as plain bytes, or would come back as something else, is refused with its path.
 """
 
 from __future__ import annotations
 
 import base64
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ from stepwell.errors import DamagedError, StateError
 from stepwell.format import dtypes, tree
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_SAFE_IN_NAMES = "._-+~ ()[],:@"
+_CANNOT_COPY = {getattr(torch, name) for name in dtypes.SUB_BYTE if hasattr(torch, name)}
+"""Types that torch can hold but has no copy for."""
+_ARRAY_TYPE = re.compile(r"[<>|][a-zA-Z]\d*(\[[0-9a-zA-Z]+\])?")
+"""How numpy writes an element type without fields or objects: `<f8`, `|b1`, `<M8[ns]`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class _Collector:
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
-        self._names: set[str] = set()
+        self._names = {"__metadata__"}  # safetensors keeps this one for itself
         self._known: dict[tuple[object, ...], str] = {}
 
     def extern(self, value: Any, path: tree.Path) -> Any:
@@ -83,8 +89,8 @@ class _Collector:
         numpy = sys.modules.get("numpy")
         if numpy is not None and type(value) is numpy.ndarray:
             return self._array(numpy, value, path)
-        if numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject:
-            return {"$npscalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+        if numpy is not None and isinstance(value, numpy.generic):
+            return self._scalar(numpy, value, path)
         return NotImplemented
 
     def _tensor(self, value: torch.Tensor, path: tree.Path) -> Any:
@@ -92,6 +98,8 @@ class _Collector:
         stored = value.detach()
         if stored.is_conj() or stored.is_neg():
             stored = stored.resolve_conj().resolve_neg()
+        if stored.dtype in _CANNOT_COPY and not stored.is_contiguous():
+            stored = stored.view(torch.uint8).contiguous().view(stored.dtype)
         name = self._add(stored, path)
         if type(value) is torch.nn.Parameter or value.requires_grad:
             kind = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
@@ -99,23 +107,28 @@ class _Collector:
         return {"$tensor": name}
 
     def _array(self, numpy: Any, value: Any, path: tree.Path) -> Any:
-        if value.dtype.hasobject:
-            raise StateError(
-                f"{tree.show(path)}: an array of Python objects cannot be stored without pickle", path=path
-            )
+        _check_array_type(numpy, value, path)
         flat = numpy.ascontiguousarray(value)
-        if value.dtype.isnative and value.dtype.name in dtypes.NATIVE and value.dtype.name != "bfloat16":
-            tensor = torch.from_numpy(flat.copy() if not flat.flags.writeable else flat)
+        if value.dtype.isnative and value.dtype.name in dtypes.NATIVE:
+            tensor = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
         else:
             tensor = torch.frombuffer(bytearray(flat.tobytes()), dtype=torch.uint8) if flat.nbytes else torch.empty(0)
         name = self._add(tensor, path)
         return {"$ndarray": {"leaf": name, "dtype": value.dtype.str, "shape": list(value.shape)}}
 
+    def _scalar(self, numpy: Any, value: Any, path: tree.Path) -> Any:
+        if type(value) is numpy.str_:  # numpy's own bytes lose an empty string and trailing zeros
+            return {"$npstr": tree.encode(str(value), path, self.extern)}
+        if type(value) is numpy.bytes_:
+            return {"$npbytes": base64.b64encode(value).decode()}
+        _check_array_type(numpy, value, path)
+        return {"$npscalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+
     def _add(self, tensor: torch.Tensor, path: tree.Path) -> str:
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and key in self._known:
             return self._known[key]
-        name = base = "/".join(quote(part, safe="._-+~ ()[],:@") for part in path)
+        name = base = "/".join(quote(part, safe=_SAFE_IN_NAMES, errors="surrogatepass") for part in path)
         number = 1
         while name in self._names:
             number += 1
@@ -132,6 +145,8 @@ def _check_plain(value: torch.Tensor, path: tree.Path) -> None:
         reason = f"a tensor of type {type(value).__module__}.{type(value).__qualname__}"
     elif value.layout is not torch.strided:
         reason = f"a tensor with layout {value.layout}"
+    elif value.is_nested:
+        reason = "a nested tensor"
     elif value.is_quantized:
         reason = f"a quantised tensor ({value.dtype})"
     elif value.device.type == "meta":
@@ -146,58 +161,86 @@ def _check_plain(value: torch.Tensor, path: tree.Path) -> None:
         )
 
 
+def _check_array_type(numpy: Any, value: Any, path: tree.Path) -> None:
+    """Refuse objects, and types whose text does not say all: structured ones, and those of other packages."""
+    kind = value.dtype
+    if kind.hasobject or not kind.itemsize or not _ARRAY_TYPE.fullmatch(kind.str) or numpy.dtype(kind.str) != kind:
+        raise StateError(
+            f"{tree.show(path)}: a numpy value of type {kind} cannot be stored; turn it into arrays of plain numbers",
+            path=tree.show(path),
+            found=str(kind),
+        )
+
+
 class _Builder:
     """Gives values back for the tags of `_Collector`."""
 
     def __init__(self, leaf: Callable[[str], torch.Tensor]) -> None:
         self._leaf = leaf
-        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._given: dict[tuple[object, ...], Any] = {}
 
     def intern(self, tag: str, payload: Any) -> Any:
         if tag == "$tensor":
             return self._tensor(payload)
+        if tag == "$ndarray":
+            return self._array(payload)
         if tag == "$size":
             return torch.Size(payload)
         if tag == "$dtype":
             return dtype_from(payload)
         if tag == "$device":
             return torch.device(payload)
-        if tag == "$ndarray":
-            return self._array(payload)
-        if tag == "$npscalar":
-            import numpy
-
-            return numpy.frombuffer(base64.b64decode(payload[1]), dtype=_numpy_dtype(payload[0]))[0]
+        if tag in ("$npscalar", "$npstr", "$npbytes"):
+            return self._scalar(tag, payload)
         return NotImplemented
 
     def _tensor(self, payload: Any) -> torch.Tensor:
         if isinstance(payload, str):
             return self._leaf(payload)
-        name, tensor = payload["leaf"], self._leaf(payload["leaf"])
-        if payload["kind"] == "parameter":
-            if name not in self._parameters:  # tied parameters come back as one object
-                self._parameters[name] = torch.nn.Parameter(tensor, requires_grad=payload["requires_grad"])
-            return self._parameters[name]
-        return tensor.requires_grad_(payload["requires_grad"])
+        name, kind, requires_grad = payload["leaf"], payload["kind"], payload["requires_grad"]
+        key = (name, kind, requires_grad)
+        if key not in self._given:  # tied parameters come back as one object, a detached alias stays detached
+            plain = self._leaf(name).detach()
+            is_parameter = kind == "parameter"
+            self._given[key] = (
+                torch.nn.Parameter(plain, requires_grad) if is_parameter else plain.requires_grad_(requires_grad)
+            )
+        found: torch.Tensor = self._given[key]
+        return found
 
     def _array(self, payload: Any) -> Any:
-        data = self._leaf(payload["leaf"]).cpu().contiguous()
-        raw = data.view(torch.uint8).numpy() if data.numel() else data.numpy().view("uint8")
-        return raw.view(_numpy_dtype(payload["dtype"])).reshape(payload["shape"]).copy()
+        """A view of the leaf's bytes: a tree that names a leaf a million times must not copy it as often."""
+        name, text, shape = payload["leaf"], payload["dtype"], tuple(payload["shape"])
+        key = (name, text, shape)
+        if key not in self._given:
+            data = self._leaf(name).detach().cpu().contiguous().reshape(-1)
+            raw = data.view(torch.uint8).numpy() if data.numel() else data.numpy().view("uint8")
+            self._given[key] = raw.view(_numpy_dtype(text)).reshape(shape)
+        return self._given[key]
+
+    def _scalar(self, tag: str, payload: Any) -> Any:
+        import numpy
+
+        if tag == "$npstr":
+            return numpy.str_(tree.decode(payload, self.intern))
+        if tag == "$npbytes":
+            return numpy.bytes_(base64.b64decode(payload, validate=True))
+        (found,) = numpy.frombuffer(base64.b64decode(payload[1], validate=True), dtype=_numpy_dtype(payload[0]))
+        return found
 
 
 def _numpy_dtype(text: str) -> Any:
+    """The type behind numpy's text for it. Only plain texts: numpy would also build huge or structured types."""
     import numpy
 
-    found = numpy.dtype(text)
-    if found.hasobject:
-        raise DamagedError(f"array type {text!r} would hold Python objects", found=text)
-    return found
+    if not _ARRAY_TYPE.fullmatch(text) or numpy.dtype(text).hasobject:
+        raise DamagedError(f"array type {text!r} is not one that stepwell writes", found=text)
+    return numpy.dtype(text)
 
 
 def dtype_from(name: str) -> torch.dtype:
     """torch.float32 for `float32`. Raises DamagedError for a name that is no element type."""
-    found = getattr(torch, str(name), None)
+    found = vars(torch).get(name)  # not getattr: torch imports modules for some names
     if not isinstance(found, torch.dtype):
         raise DamagedError(f"unknown element type {name!r}: written by a newer torch?", found=name)
     return found

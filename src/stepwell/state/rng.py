@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from stepwell.errors import DamagedError
+
 
 def capture() -> dict[str, Any]:
     """State of all global generators. Does not advance any, does not wait for the device."""
@@ -21,6 +23,21 @@ def capture() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
+
+
+def check(state: Any) -> None:
+    """Refuse what `restore` could not set, before anything is set. Raises DamagedError."""
+    try:
+        random.Random().setstate(_as_tuples(state["python"]))
+        torch.Generator().set_state(state["torch"].cpu())
+        if "numpy" in state:
+            import numpy
+
+            numpy.random.RandomState().set_state(state["numpy"])
+        if any(value.dtype != torch.uint8 for value in state.get("cuda", [])):
+            raise TypeError("the state of a CUDA generator is not bytes")
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise DamagedError(f"the state of the random generators is not valid: {error}") from error
 
 
 def restore(state: dict[str, Any]) -> list[str]:

@@ -31,6 +31,7 @@ class Entry:
     manifest: Manifest | None
     damage: str | None
     is_live: bool
+    why_not_live: str | None = None
 
     @property
     def is_committed(self) -> bool:
@@ -47,26 +48,22 @@ def scan(paths: RunPaths) -> list[Entry]:
     """All checkpoint directories, newest step first. Stray names are ignored."""
     history = read_history(paths)
     entries = []
-    try:
-        names = os.listdir(paths.root)
-    except FileNotFoundError:
-        return []
-    for name in names:
+    for name in os.listdir(paths.root) if paths.root.exists() else ():
         id = CheckpointId.parse(name)
-        if id is not None and not (paths.root / name).is_symlink():
+        if id is not None and (paths.root / name).is_dir() and not (paths.root / name).is_symlink():
             entries.append(judge(paths, id, history))
     return sorted(entries, key=lambda entry: entry.id, reverse=True)
 
 
 def judge(paths: RunPaths, id: CheckpointId, history: History) -> Entry:
     """Look at one checkpoint directory."""
-    path, is_live = paths.checkpoint(id), history.is_live(id)
+    path, is_live, why_not = paths.checkpoint(id), history.is_live(id), history.why_not_live(id)
     if not os.path.lexists(paths.manifest(id)):
-        return Entry(id, path, None, None, is_live)
+        return Entry(id, path, None, None, is_live, why_not)
     try:
-        return Entry(id, path, read_manifest(paths, id), None, is_live)
+        return Entry(id, path, read_manifest(paths, id), None, is_live, why_not)
     except DamagedError as error:
-        return Entry(id, path, None, str(error), is_live)
+        return Entry(id, path, None, str(error), is_live, why_not)
 
 
 def read_manifest(paths: RunPaths, id: CheckpointId) -> Manifest:

@@ -26,6 +26,9 @@ def open_checkpoint(paths: RunPaths, id: CheckpointId) -> Path:
     check_fence(paths, id)
     directory = paths.checkpoint(id)
     files.make_directory(directory)
+    for name in os.listdir(directory):
+        if name.endswith(files.TEMPORARY):  # of an agent that died here: a directory has one writer at a time
+            files.remove(directory / name)
     return directory
 
 
@@ -56,7 +59,7 @@ def link_file(source: Path, final: Path) -> bool:
     """Store an unchanged file by reference. False where the file system has no hard links."""
     try:
         files.remove(final)
-        os.link(source, final)
+        files.link(source, final)
     except OSError:
         return False
     files.sync_directory(final.parent)

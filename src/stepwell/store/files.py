@@ -41,6 +41,12 @@ def write_at(fd: int, data: memoryview, offset: int, path: Path) -> None:
         data, offset = data[written:], offset + written
 
 
+def truncate(fd: int, nbytes: int, path: Path) -> None:
+    """Cut off what was written beyond the end."""
+    file_operation("truncate", path)
+    os.ftruncate(fd, nbytes)
+
+
 def preallocate(fd: int, nbytes: int, path: Path) -> None:
     """Reserve space, so that a full disk shows before the bytes are written. Not every file system can."""
     file_operation("fallocate", path)
@@ -84,16 +90,46 @@ def make_directory(path: Path) -> None:
     sync_directory(path.parent)
 
 
+def list_names(path: Path) -> list[str]:
+    """Names in a directory, sorted; none if it is not there. A link or a file in its place is damage."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DamagedError(f"{path}: cannot be opened as a directory: {error.strerror}", path=str(path)) from error
+    try:
+        return sorted(os.listdir(fd))
+    finally:
+        os.close(fd)
+
+
 def remove(path: Path) -> None:
     """Remove a file if it is there."""
     file_operation("unlink", path)
     path.unlink(missing_ok=True)
 
 
+def remove_directory(path: Path) -> None:
+    """Remove an empty directory."""
+    file_operation("rmdir", path)
+    path.rmdir()
+
+
+def link(source: Path, path: Path) -> None:
+    """Give a file a second name. Raises FileExistsError if that is taken."""
+    file_operation("link", path)
+    os.link(source, path)
+
+
 def put(path: Path, data: bytes, *, point: str) -> None:
     """Write a small file durably under its final name, replacing what was there."""
     temporary = _write_temporary(path, data)
-    rename(temporary, path)
+    try:
+        rename(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     crash_point(f"{point}.renamed")
     sync_directory(path.parent)
     crash_point(f"{point}.durable")
@@ -103,16 +139,21 @@ def put_new(path: Path, data: bytes, *, point: str) -> bool:
     """Like `put`, but never over an existing name: False if the name was taken. `link` decides who wins."""
     temporary = _write_temporary(path, data)
     crash_point(f"{point}.written")
+    is_ours = True
     try:
-        file_operation("link", path)
-        os.link(temporary, path)
+        link(temporary, path)
     except FileExistsError:
-        return False
+        is_ours = False
+    except FileNotFoundError:
+        if not path.exists():
+            raise
+        is_ours = False  # the winner has swept our temporary file away
     finally:
         temporary.unlink(missing_ok=True)
-    crash_point(f"{point}.linked")
-    sync_directory(path.parent)
-    return True
+    if is_ours:
+        crash_point(f"{point}.linked")
+    sync_directory(path.parent)  # even if the name was taken: its owner may have died before this line
+    return is_ours
 
 
 def _write_temporary(path: Path, data: bytes) -> Path:

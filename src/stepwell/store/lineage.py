@@ -1,66 +1,94 @@
 """Which history is true.
 
 Owns:    creating the run and the next lineage exclusively, and the path from the newest lineage back to the start.
-Holds:   two processes that start at once get two different lineages; a checkpoint off the path is never chosen.
+Holds:   two processes that start at once get two different lineages; a checkpoint off the path is never chosen; a run
+         whose identity is lost is not silently given another one.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import time
+from pathlib import Path
 
-from stepwell.errors import DamagedError
-from stepwell.format.manifest import Lineage, Run
+from stepwell.errors import ConfigError, DamagedError
+from stepwell.format.manifest import MAX_SEED, Lineage, Run
 from stepwell.store import files
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
 _MAX_LINEAGES = 1_000_000
+_MAX_BYTES = 64 << 10  # of run.json and of a lineage: both have a handful of fields
+_NAME = re.compile(r"(\d{4,8})\.json", re.ASCII)
 
 
 def open_run(paths: RunPaths, *, seed: int | None) -> Run:
     """Read the run's identity, or create it. A seed that was drawn once stays."""
-    if not paths.run.exists():
-        paths.root.mkdir(parents=True, exist_ok=True)
+    if not os.path.lexists(paths.run):
+        if seed is not None and (type(seed) is not int or not 0 <= seed < MAX_SEED):
+            raise ConfigError(f"seed={seed!r}: give a whole number from 0 to 2**64 - 1", found=seed)
+        _refuse_orphans(paths)
+        _make_root(paths.root)
         fresh = Run(id=secrets.token_hex(8), seed=secrets.randbits(63) if seed is None else seed, created=time.time())
         files.put_new(paths.run, fresh.dump(), point="run")
     return read_run(paths)
 
 
+def _refuse_orphans(paths: RunPaths) -> None:
+    """run.json is durable before anything else of a run: checkpoints without it have lost their seed."""
+    names = [name for name in files.list_names(paths.root) if CheckpointId.parse(name) or name == paths.lineages.name]
+    if names:
+        raise DamagedError(
+            f"{paths.run}: missing, but {paths.root} holds {names[0]}: without its seed the run cannot go on; "
+            "bring run.json back from a copy, or use another directory",
+            path=str(paths.run),
+        )
+
+
+def _make_root(root: Path) -> None:
+    """Make the run's directory, each name durable: a checkpoint is worth no more than the way to it."""
+    if os.path.lexists(root):
+        if not root.is_dir():
+            raise ConfigError(f"{root} is not a directory; give the run another place", path=str(root))
+        return
+    _make_root(root.parent)
+    files.make_directory(root)
+
+
 def read_run(paths: RunPaths) -> Run:
     """The run's identity. Raises DamagedError if it cannot be read."""
-    return Run.load(files.get(paths.run), path=str(paths.run))
+    return Run.load(files.get(paths.run, limit=_MAX_BYTES), path=str(paths.run))
 
 
-def read_lineages(paths: RunPaths) -> dict[int, Lineage]:
-    """All readable lineages by number. A damaged one is left out: what hangs on it is then off the path."""
+def read_lineages(paths: RunPaths) -> tuple[dict[int, Lineage], dict[int, str]]:
+    """All readable lineages by number, and what is wrong with each of the others."""
     found: dict[int, Lineage] = {}
-    try:
-        names = sorted(os.listdir(paths.lineages))
-    except FileNotFoundError:
-        return found
-    for name in names:
-        if not name.endswith(".json") or not name[:-5].isdigit():
-            continue
-        path = paths.lineages / name
+    damage: dict[int, str] = {}
+    for number in _numbers(paths):
+        path = paths.lineage(number)
         try:
-            lineage = Lineage.load(files.get(path), path=str(path))
-        except DamagedError:
+            lineage = Lineage.load(files.get(path, limit=_MAX_BYTES), path=str(path))
+        except DamagedError as error:
+            damage[number] = str(error)
             continue
-        if lineage.number == int(name[:-5]) and lineage.parent < lineage.number:
-            found[lineage.number] = lineage
-    return found
+        if lineage.number != number or lineage.parent >= number:
+            damage[number] = f"{path}: speaks of lineage {lineage.number} with parent {lineage.parent}"
+            continue
+        found[number] = lineage
+    return found, damage
+
+
+def _numbers(paths: RunPaths) -> list[int]:
+    numbers = [int(match[1]) for match in map(_NAME.fullmatch, files.list_names(paths.lineages)) if match]
+    return [number for number in numbers if 0 < number <= _MAX_LINEAGES]
 
 
 def newest_number(paths: RunPaths) -> int:
     """The highest lineage number taken, readable or not; 0 if none."""
-    try:
-        names = os.listdir(paths.lineages)
-    except FileNotFoundError:
-        return 0
-    return max((int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()), default=0)
+    return max(_numbers(paths), default=0)
 
 
 def create_next(paths: RunPaths, *, parent: int, step: int) -> Lineage:
@@ -78,15 +106,17 @@ def create_next(paths: RunPaths, *, parent: int, step: int) -> Lineage:
 class History:
     """The path from the newest lineage back to the start: which steps of which lineage are live."""
 
-    def __init__(self, lineages: dict[int, Lineage], newest: int) -> None:
+    def __init__(self, lineages: dict[int, Lineage], newest: int, damage: dict[int, str] | None = None) -> None:
         self.newest = newest
+        self.damage: str | None = None
         self._until: dict[int, int | None] = {}
         number, until = newest, None
         while number:
             self._until[number] = until
             lineage = lineages.get(number)
-            if lineage is None:
-                break  # a damaged link: what lies behind it cannot be shown to be ours
+            if lineage is None:  # a damaged link: what lies behind it cannot be shown to be ours
+                self.damage = (damage or {}).get(number, f"lineage {number} is missing")
+                break
             number = lineage.parent
             # A parent's checkpoints count up to where its child left it, and no further than where
             # the child itself is left: the path may only go back in time.
@@ -99,7 +129,16 @@ class History:
         until = self._until[id.lineage]
         return until is None or id.step <= until
 
+    def why_not_live(self, id: CheckpointId) -> str | None:
+        """None for a live one, else a sentence."""
+        if self.is_live(id):
+            return None
+        if self.damage is not None and id.lineage not in self._until:
+            return f"not known to belong to the path of this run: {self.damage}"
+        return "abandoned branch: the run was continued from an earlier step"
+
 
 def read_history(paths: RunPaths) -> History:
     """The history as the directory has it now."""
-    return History(read_lineages(paths), newest_number(paths))
+    lineages, damage = read_lineages(paths)
+    return History(lineages, max((*lineages, *damage), default=0), damage)

@@ -28,6 +28,14 @@ def boot_id() -> bytes:
         return bytes.fromhex(file.read().strip().replace("-", ""))
 
 
+def pid_namespace() -> int:
+    """Which set of process ids this process sees: containers of one machine share the boot id, not the pids."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino & 0xFFFFFFFF
+    except OSError:
+        return 0
+
+
 @dataclass(frozen=True)
 class Progress:
     """Step `step` of lineage `lineage` was finished by process `pid`, whose agent is `agent_pid`, on boot `boot`."""
@@ -38,10 +46,11 @@ class Progress:
     agent_pid: int
     started: float
     boot: bytes
+    namespace: int
 
     def is_here(self) -> bool:
-        """Whether it was written on this boot of this machine, so that its pids mean something."""
-        return self.boot == boot_id()
+        """Whether it was written on this boot of this machine and in this container, so that its pids mean something."""
+        return self.boot == boot_id() and self.namespace == pid_namespace()
 
 
 class ProgressFile:
@@ -51,6 +60,7 @@ class ProgressFile:
         self._path = path
         self._map: mmap.mmap | None = None
         self._fixed: tuple[int, int, int, float, bytes] = (0, 0, 0, 0.0, bytes(16))
+        self._namespace = 0
 
     def open(self, *, lineage: int, agent_pid: int) -> None:
         """Map the file and take it over."""
@@ -62,6 +72,7 @@ class ProgressFile:
         finally:
             os.close(fd)
         self._fixed = (lineage, os.getpid(), agent_pid, time.time(), boot_id())
+        self._namespace = pid_namespace()
 
     def update(self, step: int, agent_pid: int | None = None) -> None:
         """Note that `step` is finished."""
@@ -71,7 +82,7 @@ class ProgressFile:
         if agent_pid is not None:
             agent = agent_pid
             self._fixed = (lineage, pid, agent, started, boot)
-        _FORMAT.pack_into(self._map, 0, _MAGIC, lineage, 0, step, pid, agent, started, boot)
+        _FORMAT.pack_into(self._map, 0, _MAGIC, lineage, self._namespace, step, pid, agent, started, boot)
 
     def close(self) -> None:
         """Unmap. The file stays."""
@@ -84,9 +95,9 @@ def read_progress(path: Path) -> Progress | None:
     """What the last trainer wrote, or None."""
     try:
         data = files.get(path, limit=_NBYTES)
-        magic, lineage, _, step, pid, agent_pid, started, boot = _FORMAT.unpack_from(data)
+        magic, lineage, namespace, step, pid, agent_pid, started, boot = _FORMAT.unpack_from(data)
     except (DamagedError, struct.error):
         return None
     if magic != _MAGIC:
         return None
-    return Progress(lineage, step, pid, agent_pid, started, boot)
+    return Progress(lineage, step, pid, agent_pid, started, boot, namespace)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from stepwell.faults import crash_point
 from stepwell.store import files
 from stepwell.store.catalog import Entry
+from stepwell.store.paths import RunPaths
 from stepwell.types import Keep
 
 _SUSPECTS_KEPT = 1
@@ -60,4 +61,29 @@ def remove_directory(entry: Entry) -> None:
     for name in sorted(os.listdir(entry.path)):
         files.remove(entry.path / name)
         crash_point("prune.middle")
-    os.rmdir(entry.path)
+    files.remove_directory(entry.path)
+
+
+def left_over(entries: Sequence[Entry], lineage: int) -> list[Entry]:
+    """Directories that never become a checkpoint. `lineage` is the newest one, and asks.
+
+    Snapshots are committed in order: what is older than a committed one of ours was given up, or its process died.
+    """
+    newest = max((e.id for e in entries if e.is_good and e.id.lineage == lineage), default=None)
+    return [
+        entry
+        for entry in entries
+        if not entry.is_committed
+        and entry.id.lineage <= lineage
+        and (not entry.is_live or (newest is not None and entry.id < newest))
+    ]
+
+
+def remove_strays(paths: RunPaths, lineage: int) -> None:
+    """Remove temporary files beside names that are taken: whoever wrote them died, or lost and does not need them."""
+    for directory in (paths.root, paths.lineages):
+        for name in os.listdir(directory):
+            final = name.partition(".json.")[0]
+            is_taken = name.startswith("run.json.") or (final.isdigit() and int(final) <= lineage)
+            if is_taken and name.endswith(files.TEMPORARY):
+                files.remove(directory / name)

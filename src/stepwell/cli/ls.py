@@ -1,0 +1,90 @@
+"""`stepwell ls`: the checkpoints of a run, newest first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from stepwell.cli import wording
+from stepwell.cli.liveness import Life, look_for_life
+from stepwell.cli.locate import find_run
+from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
+from stepwell.cli.survey import Surveyed, survey
+from stepwell.store.paths import RunPaths
+
+_COLUMNS = (
+    Column("checkpoint", gives_way=2),
+    Column("step", right=True),
+    Column("lineage", right=True, gives_way=1),
+    Column("branch"),
+    Column("size", right=True),
+    Column("age", right=True),
+    Column("flags"),
+)
+
+
+@click.command(short_help="List the checkpoints of a run.")
+@click.argument("run")
+@json_option
+def ls(run: str, as_json: bool) -> None:
+    """List the checkpoints of RUN, newest first.
+
+    Branch is "live" for those a restart may use, "abandoned" for those that were left behind by going back to an
+    earlier step. Damage is seen here only by sizes and by the small files; `stepwell verify` reads everything.
+    """
+    paths = find_run(run)
+    found, life = survey(paths), look_for_life(paths)
+    if as_json:
+        print_json(_document(paths, found, life))
+        return
+    if not found:
+        click.echo(f"no checkpoints in {run} yet")
+    else:
+        print_table(_COLUMNS, [_row(item) for item in found])
+    if life.is_alive:
+        print_wrapped(f"in use: {life.why}")
+
+
+def _row(item: Surveyed) -> list[str]:
+    id = item.entry.id
+    return [
+        id.directory,
+        str(id.step),
+        str(id.lineage),
+        item.branch,
+        wording.size(item.nbytes),
+        wording.age(item.created),
+        ", ".join(item.flags),
+    ]
+
+
+def _document(paths: RunPaths, found: list[Surveyed], life: Life) -> dict[str, Any]:
+    return {
+        "run": str(paths.root),
+        "alive": life.is_alive,
+        "trainer_pid": life.trainer_pid,
+        "agent_pids": list(life.agent_pids),
+        "checkpoints": [as_document(item) for item in found],
+    }
+
+
+def as_document(item: Surveyed) -> dict[str, Any]:
+    """One checkpoint for a script; the same keys whatever its state."""
+    id, manifest = item.entry.id, item.manifest
+    return {
+        "checkpoint": id.directory,
+        "step": id.step,
+        "repeat": id.repeat,
+        "lineage": id.lineage,
+        "live": item.entry.is_live,
+        "committed": item.entry.is_committed,
+        "damage": item.entry.damage,
+        "nbytes": item.nbytes,
+        "created": wording.stamp(item.created),
+        "suspect": None if manifest is None else manifest.suspect,
+        "epoch_end": manifest is not None and manifest.epoch_end,
+        "finished": manifest is not None and manifest.finished,
+        "name": None if manifest is None else manifest.name,
+        "exact": manifest is None or manifest.exact,
+    }

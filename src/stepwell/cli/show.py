@@ -1,0 +1,142 @@
+"""`stepwell show`: the tree of one checkpoint, with shapes, types, sizes and roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from stepwell.cli import wording
+from stepwell.cli.locate import Found, locate, step_option
+from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
+from stepwell.errors import DamagedError
+from stepwell.format.record import FileEntry, LeafEntry, Record
+from stepwell.interchange.outline import METADATA, Node, outline, summary, value_text
+
+_COLUMNS = (Column("state"), Column("type"), Column("size", right=True), Column("role", gives_way=1))
+_FILE_COLUMNS = (Column("your files"), Column("size", right=True))
+_INLINE = 60
+
+
+@click.command(short_help="Show what a checkpoint holds.")
+@click.argument("run")
+@step_option
+@json_option
+def show(run: str, step: int | None, as_json: bool) -> None:
+    """Show what a checkpoint holds: every tensor with its shape, plain values in short, and your own files.
+
+    Without a step: the checkpoint that a restart would use.
+    """
+    found = locate(run, step)
+    record = found.record()
+    root = outline(record.tree)
+    leaves = {leaf.name: leaf for leaf in record.leaves}
+    attached = [file for file in record.files if file.kind == "opaque"]
+    if as_json:
+        print_json(_document(found, record, root, leaves, attached))
+        return
+    print_wrapped(_headline(found, record), indent="  ")
+    print_table(_COLUMNS, list(_rows(root, leaves)))
+    if attached:
+        click.echo()
+        print_table(_FILE_COLUMNS, [[_given_name(record, file), wording.size(file.nbytes)] for file in attached])
+
+
+def _headline(found: Found, record: Record) -> str:
+    manifest = found.manifest
+    tensors = wording.count(len(record.leaves), "tensor")
+    text = f"{found.label}: {tensors}, {wording.size(record.nbytes)}, saved {wording.age(manifest.created)} ago"
+    if manifest.suspect is not None:
+        text += f", suspect ({manifest.suspect})"
+    if manifest.name is not None:
+        text += f", named {manifest.name}"
+    return text
+
+
+def _given_name(record: Record, file: FileEntry) -> str:
+    """The name under which the user attached a file."""
+    return file.name.removeprefix(f"{record.owner.stem}.file.")
+
+
+def _rows(root: Node, leaves: dict[str, LeafEntry]) -> Iterator[list[str]]:
+    shown: dict[str, str] = {}
+
+    def visit(key: str, node: Node, depth: int, path: str) -> Iterator[list[str]]:
+        label = f"{'  ' * depth}{key}"
+        if node.leaf is not None:
+            yield [label, *_tensor(node, leaves, shown, path)]
+        elif not any(True for _ in node.leaves()):
+            yield from plain(label, node, depth)
+        else:
+            yield [label, "", "", ""]
+            for name, child in node.children:
+                if name != METADATA:
+                    yield from visit(name, child, depth + 1, f"{path}/{name}")
+
+    def plain(label: str, node: Node, depth: int) -> Iterator[list[str]]:
+        text = summary(node)
+        if node.is_keyed and node.children and len(text) > _INLINE // 2:
+            yield [label, "", "", ""]
+            for name, child in node.children:
+                if name != METADATA:
+                    yield from plain(f"{'  ' * (depth + 1)}{name}", child, depth + 1)
+        else:
+            yield [label, text, "", ""]
+
+    for name, child in root.children:
+        yield from visit(name, child, 0, name)
+
+
+def _tensor(node: Node, leaves: dict[str, LeafEntry], shown: dict[str, str], path: str) -> list[str]:
+    leaf = _leaf(node, leaves)
+    if leaf.name in shown:
+        return [f"the same as {shown[leaf.name]}", "", ""]
+    shown[leaf.name] = path
+    kind = "numpy " if node.kind == "array" else ""
+    return [f"{kind}{leaf.dtype} {list(leaf.shape)}", wording.size(leaf.end - leaf.start), leaf.role]
+
+
+def _leaf(node: Node, leaves: dict[str, LeafEntry]) -> LeafEntry:
+    if node.leaf not in leaves:
+        raise DamagedError(f"the record lacks leaf {node.leaf!r}; `stepwell verify` checks the others")
+    return leaves[node.leaf]
+
+
+def _document(
+    found: Found, record: Record, root: Node, leaves: dict[str, LeafEntry], attached: list[FileEntry]
+) -> dict[str, Any]:
+    tensors, values = [], []
+    for path, node in root.walk():
+        where = "/".join(path)
+        if node.leaf is not None:
+            leaf = _leaf(node, leaves)
+            tensors.append(
+                {
+                    "path": where,
+                    "leaf": leaf.name,
+                    "kind": node.kind,
+                    "dtype": leaf.dtype,
+                    "shape": list(leaf.shape),
+                    "nbytes": leaf.end - leaf.start,
+                    "role": leaf.role,
+                    "device": leaf.device,
+                }
+            )
+        elif node.kind == "value" and METADATA not in path:
+            values.append({"path": where, "value": value_text(node.value)})
+    return {
+        "checkpoint": found.label,
+        "run": record.run,
+        "step": record.id.step,
+        "lineage": record.id.lineage,
+        "created": wording.stamp(record.created),
+        "suspect": record.suspect,
+        "nbytes": record.nbytes,
+        "versions": record.versions,
+        "tensors": tensors,
+        "values": values,
+        "files": [
+            {"name": _given_name(record, file), "stored_as": file.name, "nbytes": file.nbytes} for file in attached
+        ],
+    }

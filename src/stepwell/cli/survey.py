@@ -1,0 +1,80 @@
+"""A quick look at every checkpoint of a run: what it is, how large, and whether it is whole as far as sizes tell.
+
+Owns:    the look, and the words for a checkpoint's flags.
+Before:  `store.catalog` judged by manifest alone.   After: `verify` reads the bytes themselves.
+Holds:   an entry counts as good only if every record it names is there, unchanged, and its files have their sizes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stepwell.errors import DamagedError
+from stepwell.format.manifest import Manifest
+from stepwell.store import catalog
+from stepwell.store.paths import RunPaths
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """One checkpoint directory. `entry` as judged here; `manifest` as it reads, even if something else is damaged."""
+
+    entry: catalog.Entry
+    manifest: Manifest | None
+    nbytes: int
+    created: float
+
+    @property
+    def branch(self) -> str:
+        """Whether a restart would look at it."""
+        return "live" if self.entry.is_live else "abandoned"
+
+    @property
+    def flags(self) -> list[str]:
+        """What is special about it."""
+        manifest, entry = self.manifest, self.entry
+        found = []
+        if not entry.is_committed:
+            found.append("uncommitted")
+        if entry.damage is not None:
+            found.append("damaged")
+        if manifest is not None:
+            found += [f"name {manifest.name}"] if manifest.name is not None else []
+            found += ["suspect"] if manifest.suspect is not None else []
+            found += ["finished"] if manifest.finished else ["epoch end"] if manifest.epoch_end else []
+            found += [] if manifest.exact else ["lossy"]
+        return found
+
+
+def survey(paths: RunPaths) -> list[Surveyed]:
+    """All checkpoint directories, newest step first. One that is pruned while we look is left out."""
+    found = []
+    for entry in catalog.scan(paths):
+        try:
+            found.append(look(paths, entry))
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def look(paths: RunPaths, entry: catalog.Entry) -> Surveyed:
+    """Check the records of one checkpoint. Raises FileNotFoundError if it went away meanwhile."""
+    manifest = entry.manifest
+    if manifest is not None:
+        try:
+            for rank in range(manifest.world_size):
+                catalog.read_record(paths, manifest, rank)
+        except DamagedError as error:
+            os.lstat(paths.manifest(entry.id))  # pruned by a live run, not damaged: it has no manifest any more
+            entry = replace(entry, manifest=None, damage=str(error))
+    if manifest is not None:
+        return Surveyed(entry, manifest, manifest.nbytes, manifest.created)
+    return Surveyed(entry, None, disk_bytes(entry.path), os.lstat(entry.path).st_mtime)
+
+
+def disk_bytes(directory: Path) -> int:
+    """Size of the files in a directory."""
+    with os.scandir(directory) as items:
+        return sum(item.stat(follow_symlinks=False).st_size for item in items)

@@ -1,0 +1,107 @@
+"""What a run's event file says, as the few facts a trial needs.
+
+Owns:    following `events.jsonl` while it grows, and reading starts, restores, snapshots, commits and logged values.
+Not:     judging any of it (proof), comparing two runs (logs).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EventLine = dict[str, Any]
+
+
+class EventTail:
+    """Follows an event file. `lines` holds everything read so far, in file order."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.lines: list[EventLine] = []
+
+    def read(self) -> list[EventLine]:
+        """Lines that were added since the last call. A line that is still being written waits for the next one."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        new = list(_parse(whole.split(b"\n")))
+        self.lines += new
+        return new
+
+
+def _parse(lines: Iterable[bytes]) -> Iterator[EventLine]:
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # torn by a kill
+        if isinstance(event, dict) and "kind" in event:
+            yield event
+
+
+@dataclass(frozen=True)
+class Resume:
+    """How a restarted trainer began: at `step` from `source` ("memory", "disk"), or fresh (`source` None)."""
+
+    lineage: int
+    step: int
+    source: str | None
+    directory: str | None
+
+
+def find_resume(lines: Iterable[EventLine]) -> Resume | None:
+    """The first start in the lines of one attempt, with the restore that led to it. None: it never got so far."""
+    restored: EventLine | None = None
+    for event in lines:
+        if event["kind"] == "restore":
+            restored = event
+        elif event["kind"] == "start":
+            if restored is None:
+                return Resume(event["lineage"], event["step"], None, None)
+            return Resume(event["lineage"], event["step"], restored["source"], restored["directory"])
+    return None
+
+
+def committed(lines: Iterable[EventLine]) -> dict[str, int]:
+    """Directory -> step of every checkpoint that was committed past step 0, pruned ones too, in order."""
+    return {event["directory"]: event["step"] for event in lines if event["kind"] == "commit" and event["step"] > 0}
+
+
+def largest_interval(lines: Iterable[EventLine]) -> int:
+    """The most steps that lay between two consecutive snapshots, or between a start and the first snapshot after it."""
+    last: dict[int, int] = {}
+    largest = 0
+    for event in lines:
+        lineage = event["lineage"]
+        if event["kind"] == "start":
+            last[lineage] = event["step"]
+        elif event["kind"] == "snapshot" and lineage in last:
+            largest = max(largest, event["step"] - last[lineage])
+            last[lineage] = event["step"]
+    return largest
+
+
+def seconds_per_step(lines: Iterable[EventLine]) -> float:
+    """How long one iteration took on average, from the first start to the last snapshot; 0 if there was none."""
+    start: EventLine | None = None
+    seconds = 0.0
+    for event in lines:
+        if event["kind"] == "start" and start is None:
+            start = event
+        elif event["kind"] == "snapshot" and start is not None and event["step"] > start["step"]:
+            seconds = (event["time"] - start["time"]) / (event["step"] - start["step"])
+    return max(0.0, seconds)
+
+
+def voided(lines: Iterable[EventLine]) -> list[EventLine]:
+    """Snapshots that were thrown away because a leaf changed while it was copied."""
+    return [event for event in lines if event["kind"] == "snapshot-void"]

@@ -1,0 +1,92 @@
+"""The logged values of two runs, step by step.
+
+Owns:    what "equal" means for them: every time the disturbed run did a step, it logged what the undisturbed one had
+         logged, bit for bit; and in the end nothing is missing and nothing is new.
+Holds:   a kill may cut off the last values of a lineage, so each lineage counts as far as it got.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from stepwell.prove.history import EventLine
+
+_Key = tuple[int, str]
+_Logged = Mapping[_Key, list[str]]
+NOTHING = "nothing"
+
+
+@dataclass(frozen=True)
+class LogDifference:
+    """The first step at which a logged value differs. `lineage` of the disturbed run; None if it never logged it."""
+
+    step: int
+    name: str
+    undisturbed: str
+    disturbed: str
+    lineage: int | None
+
+
+@dataclass(frozen=True)
+class LogComparison:
+    """How many steps and values were compared, how often, and what differs (by name: how many steps)."""
+
+    steps: int
+    values: int
+    repeated: int
+    first: LogDifference | None
+    names: dict[str, int]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs. True as well if nothing was logged."""
+        return self.first is None
+
+
+def compare_logs(
+    undisturbed: Iterable[EventLine], disturbed: Iterable[EventLine], *, ignore: Collection[str] = ()
+) -> LogComparison:
+    """Compare all logged values. `ignore`: names that differ by nature, such as times."""
+    (expected, *_), found = _by_lineage(undisturbed, ignore).values() or [{}], _by_lineage(disturbed, ignore)
+    differences = list(_differences(expected, found))
+    names: dict[str, set[int]] = defaultdict(set)
+    for difference in differences:
+        names[difference.name].add(difference.step)
+    return LogComparison(
+        steps=len({step for step, _ in expected}),
+        values=sum(map(len, expected.values())),
+        repeated=sum(len(values) for logged in found.values() for values in logged.values()),
+        first=min(differences, key=lambda item: (item.step, item.lineage or 0), default=None),
+        names={name: len(steps) for name, steps in sorted(names.items())},
+    )
+
+
+def _by_lineage(lines: Iterable[EventLine], ignore: Collection[str]) -> dict[int, _Logged]:
+    """Lineage -> (step, name) -> values in the order they were logged, as text that is exact and knows NaN."""
+    found: dict[int, dict[_Key, list[str]]] = {}
+    for event in lines:
+        if event["kind"] == "log":
+            logged = found.setdefault(event["lineage"], defaultdict(list))
+            for name, value in event["values"].items():
+                if name not in ignore:
+                    logged[event["step"], name].append(json.dumps(value, sort_keys=True))
+    return dict(found)
+
+
+def _differences(expected: _Logged, found: Mapping[int, _Logged]) -> Iterable[LogDifference]:
+    seen: dict[_Key, int] = defaultdict(int)
+    for lineage, logged in found.items():
+        for (step, name), values in logged.items():
+            wanted = expected.get((step, name), [])
+            seen[step, name] = max(seen[step, name], len(values))
+            for position, value in enumerate(values):
+                if position >= len(wanted) or wanted[position] != value:
+                    shown = wanted[position] if position < len(wanted) else NOTHING
+                    yield LogDifference(step, name, shown, value, lineage)
+                    break
+    for (step, name), wanted in expected.items():
+        if seen[step, name] < len(wanted):
+            yield LogDifference(step, name, wanted[seen[step, name]], NOTHING, None)

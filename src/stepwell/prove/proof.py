@@ -1,0 +1,228 @@
+"""The facts of a trial, and the verdict that follows from them. Pure.
+
+    identical      the state and all logged values are equal, and every restart really resumed
+    different      something is not equal
+    failed         the script itself ended with an error after a kill
+    inconclusive   nothing was shown: a restart did not resume as it should, or kills could not be placed
+
+Holds:   a difference counts even where a restart did not resume; "identical" is never said of a trial that shows nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+from stepwell.prove.compare import Difference, StateComparison
+from stepwell.prove.logs import LogComparison
+from stepwell.prove.moments import Victim
+
+Verdict = Literal["identical", "different", "failed", "inconclusive"]
+EXIT_CODES: Final[dict[Verdict, int]] = {"identical": 0, "different": 1, "failed": 1, "inconclusive": 3}
+_UNSEEDED_BY_NATURE: Final = ("numpy", "python")
+_SEEDING: Final = {
+    "numpy": "numpy.random.seed(...)",
+    "python": "random.seed(...)",
+    "torch": "torch.manual_seed(...)",
+    "cuda": "torch.manual_seed(...)",
+}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One kill and the restart after it. `time` in seconds since the epoch; `source` None: the restart began fresh.
+
+    `was_committed`: the checkpoint it resumed from exists, or existed until retention removed it.
+    """
+
+    number: int
+    time: float
+    step: int
+    victim: Victim
+    resumed: int | None = None
+    source: str | None = None
+    was_committed: bool = False
+
+    @property
+    def redone(self) -> int | None:
+        """Steps that were finished before the kill and had to be done again."""
+        return None if self.resumed is None else max(0, self.step - self.resumed)
+
+
+@dataclass(frozen=True)
+class Void:
+    """A snapshot that was thrown away, in one of the two runs."""
+
+    run: str
+    step: int
+    leaf: str
+    seen_by: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The script ended with an error of its own. `after`: number of the kill before it, 0 for the undisturbed run."""
+
+    after: int
+    status: int
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Everything a trial found out."""
+
+    asked: int
+    seed: int
+    steps: int = 0
+    kills: Sequence[Kill] = ()
+    interval: int = 0
+    states: StateComparison | None = None
+    logs: LogComparison | None = None
+    voids: Sequence[Void] = ()
+    failure: Failure | None = None
+    obstacle: str | None = None
+    ignored: Sequence[str] = ()
+    lineage_steps: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def differences(self) -> list[Difference]:
+        """What counts: a generator that nobody seeded does not, as long as nothing else differs."""
+        found = self.states.differences if self.states is not None else []
+        real = [item for item in found if item.generator not in _UNSEEDED_BY_NATURE]
+        return real or ([] if self.logs is None or self.logs.is_equal else list(found))
+
+    @property
+    def unseeded(self) -> list[str]:
+        """Global generators that differ at the end."""
+        found = self.states.differences if self.states is not None else []
+        return sorted({item.generator for item in found if item.generator is not None})
+
+    @property
+    def verdict(self) -> Verdict:
+        """What was shown."""
+        if self.failure is not None and self.failure.after:
+            return "failed"
+        if self.differences or (self.logs is not None and not self.logs.is_equal):
+            return "different"
+        return "inconclusive" if self.doubts else "identical"
+
+    @property
+    def exit_code(self) -> int:
+        """0 identical, 1 different or failed, 3 inconclusive."""
+        return EXIT_CODES[self.verdict]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why the trial would show nothing even if everything is equal."""
+        found = [] if self.obstacle is None else [self.obstacle]
+        if self.states is None and self.failure is None and not found:
+            found.append("nothing was compared")
+        if len(self.kills) < self.asked and not found:
+            found.append(f"{len(self.kills)} of {self.asked} kills could be placed: the run was over before the others")
+        for kill in self.kills:
+            if (doubt := self._doubt(kill)) is not None:
+                found.append(f"kill {kill.number}, at step {kill.step}: {doubt}")
+        return found
+
+    def _doubt(self, kill: Kill) -> str | None:
+        if kill.resumed is None:
+            return "the script was not seen to start again"
+        if kill.source is None:
+            return "the restart began fresh; does the script call ckpt.restore() before its loop?"
+        if kill.resumed <= 0:
+            return "the restart resumed at step 0, where nothing is there to be lost"
+        if not kill.was_committed:
+            return f"the checkpoint of step {kill.resumed} it resumed from was never committed"
+        if kill.redone is not None and kill.redone > 2 * self.interval:
+            return (
+                f"{kill.redone} steps were redone, more than two intervals of {self.interval}: storage does not keep up"
+            )
+        return None
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know beside the verdict."""
+        found = []
+        if self.verdict == "identical":
+            found += [
+                f"{name}'s global generator differs between the two runs: it was never seeded, and nothing shows that it "
+                f"was drawn from ({_SEEDING[name]} makes it equal)"
+                for name in self.unseeded
+                if name in _UNSEEDED_BY_NATURE
+            ]
+        if self.logs is not None and not self.logs.values:
+            found.append("nothing was logged, so only the final state was compared: ckpt.log(loss=loss) adds every step")
+        if self.ignored:
+            found.append(f"logged values not compared: {', '.join(self.ignored)}")
+        for void in self.voids[:3]:
+            found.append(
+                f"the snapshot of step {void.step} ({void.run} run) was voided: {void.leaf} changed while it was copied, "
+                f"seen by {void.seen_by}; guard the change with `with ckpt.updating():`"
+            )
+        if len(self.voids) > 3:
+            found.append(f"{len(self.voids) - 3} more snapshots were voided")
+        return found
+
+    @property
+    def causes(self) -> list[str]:
+        """The usual causes of a difference, those with evidence first."""
+        if self.verdict != "different":
+            return []
+        found = []
+        if (place := self._place()) is not None:
+            found.append(place)
+        if self.voids:
+            found.append("changes outside every guard: snapshots were voided, see the notes")
+        if self.unseeded:
+            seeds = ", ".join(dict.fromkeys(_SEEDING.get(name, name) for name in self.unseeded))
+            found.append(f"an unseeded generator: {', '.join(self.unseeded)} differ at the end; {seeds}")
+        else:
+            found.append("an unseeded generator: random.Random(), numpy.random.default_rng(), the operating system")
+        found.append("augmentation in loader workers: each worker has generators of its own, which no checkpoint holds")
+        found.append("state that is not tracked: an average of weights, a counter, a buffer, a generator of your own")
+        found.append("non-deterministic kernels: torch.use_deterministic_algorithms(True)")
+        if not self.voids:
+            found.append("tensors changed outside every guard, through .data or numpy: `with ckpt.updating():`")
+        return found
+
+    def _place(self) -> str | None:
+        """Before or after the first resume: that tells a script that does not repeat from one that does not resume."""
+        first = self.logs.first if self.logs is not None else None
+        if first is None or not self.kills:
+            return None
+        if first.lineage is not None and first.lineage <= min(self.lineage_steps, default=0):
+            return (
+                f"the runs differ at step {first.step} already, before the first kill: the script does not repeat itself, "
+                "kills or not"
+            )
+        resumed = self.lineage_steps.get(first.lineage or 0)
+        if resumed is not None:
+            return f"the first difference is at step {first.step}, in the run that resumed at step {resumed}"
+        return None
+
+
+def as_document(proof: Proof) -> dict[str, Any]:
+    """The proof as plain values, for `--json` and `prove.json`."""
+    differences, logs = proof.differences, proof.logs
+    return {
+        "verdict": proof.verdict,
+        "exit_code": proof.exit_code,
+        "kills_asked": proof.asked,
+        "seed": proof.seed,
+        "steps": proof.steps,
+        "interval": proof.interval,
+        "kills": [{**asdict(kill), "redone": kill.redone} for kill in proof.kills],
+        "doubts": proof.doubts,
+        "notes": proof.notes,
+        "causes": proof.causes,
+        "compared": None
+        if proof.states is None
+        else {"leaves": proof.states.leaves, "bytes": proof.states.nbytes, "values": proof.states.values},
+        "differences": [asdict(item) for item in differences],
+        "first_difference": asdict(differences[0]) if differences else None,
+        "logged": None if logs is None else asdict(logs),
+        "voids": [asdict(void) for void in proof.voids],
+        "failure": None if proof.failure is None else asdict(proof.failure),
+    }

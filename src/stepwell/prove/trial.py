@@ -1,0 +1,248 @@
+"""The sequence of a trial: once undisturbed, once with kills and restarts, then the comparison.
+
+Owns:    the directory of a trial, and the loop that watches a run and kills it.
+Before:  nothing.   After: `proof` judges, `report` draws.
+Holds:   whatever happens, no process of the trial outlives it; a kill comes only once a checkpoint was committed, so that
+         there is something to resume; every restart gets further than the kill before it, or the next kill waits.
+
+    DIR/prove.json       the result; marks the directory as one that may be replaced
+    DIR/reference/       the undisturbed run    DIR/reference.log  what the script printed
+    DIR/killed/          the disturbed run      DIR/killed.log
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Protocol
+
+from stepwell.errors import ConfigError, StepwellError
+from stepwell.prove import history
+from stepwell.prove.command import Command
+from stepwell.prove.compare import StateComparison, compare_states, last_checkpoint
+from stepwell.prove.logs import compare_logs
+from stepwell.prove.moments import Moment, choose_moments
+from stepwell.prove.proof import Failure, Kill, Proof, Void
+from stepwell.store.paths import RunPaths
+from stepwell.store.progress import Progress, read_progress
+
+_POLL_SECONDS: Final = 0.002
+_TAIL_SECONDS: Final = 0.05
+_MARGIN_SECONDS: Final = 0.2  # the last kill keeps this distance from the end, lest the run be over first
+
+
+class Listener(Protocol):
+    """Whoever shows a person how the trial goes."""
+
+    def began(self, run: str, steps: int | None) -> None:
+        """A run of the script begins; it will have this many steps, if that is known."""
+        ...
+
+    def reached(self, step: int) -> None:
+        """The run got this far."""
+        ...
+
+    def said(self, text: str) -> None:
+        """Something happened that deserves a line."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was asked for. Constructing only assigns."""
+
+    words: Sequence[str]
+    out: Path
+    kills: int
+    seed: int
+    ignore: Sequence[str]
+    listener: Listener
+
+    def run(self) -> Proof:
+        """Do it all. Blocks for as long as the script takes twice, and its restarts. Raises ConfigError."""
+        prepare_directory(self.out)
+        proof = Proof(asked=self.kills, seed=self.seed, ignored=self.ignore)
+        undisturbed = _Watch(self, "reference")
+        with undisturbed.command:
+            failure = undisturbed.run([])
+        if failure is not None:
+            obstacle = f"the script failed by itself, without any kill, with exit status {failure.status}"
+            return replace(proof, failure=failure, obstacle=obstacle)
+        steps = undisturbed.step
+        proof = replace(proof, steps=steps, voids=undisturbed.voids())
+        first = min(history.committed(undisturbed.tail.lines).values(), default=None)
+        if (obstacle := _why_no_kill(self.out, steps, first)) is not None or first is None:
+            return replace(proof, obstacle=obstacle)
+        self.listener.said(f"uninterrupted: {steps} steps, {undisturbed.seconds:.1f} s")
+        killed = _Watch(self, "killed")
+        with killed.command:
+            failure = killed.run(self._moments(undisturbed, first, steps), total=steps)
+        return self._conclude(proof, undisturbed, killed, failure)
+
+    def _moments(self, undisturbed: _Watch, first: int, steps: int) -> list[Moment]:
+        seconds = history.seconds_per_step(undisturbed.tail.lines)
+        margin = max(2, min(math.ceil(_MARGIN_SECONDS / max(seconds, 1e-6)), (steps - first) // 4))
+        generator = random.Random(self.seed)
+        return choose_moments(
+            self.kills, first=first + 1, last=steps - margin, iteration_seconds=seconds, generator=generator
+        )
+
+    def _conclude(self, proof: Proof, undisturbed: _Watch, killed: _Watch, failure: Failure | None) -> Proof:
+        lines = undisturbed.tail.lines, killed.tail.lines
+        proof = replace(
+            proof,
+            kills=killed.with_resumes(),
+            interval=max(map(history.largest_interval, lines)),
+            voids=[*undisturbed.voids(), *killed.voids()],
+            lineage_steps={resume.lineage: resume.step for resume in killed.resumes},
+        )
+        if failure is not None:
+            obstacle = None if killed.kills else f"the script failed before the first kill: status {failure.status}"
+            return replace(proof, failure=failure, obstacle=obstacle)
+        states: StateComparison | None = None
+        try:
+            states = compare_states(last_checkpoint(self.out / "reference"), last_checkpoint(self.out / "killed"))
+        except StepwellError as error:
+            proof = replace(proof, obstacle=f"the final checkpoints cannot be compared: {error}")
+        return replace(proof, states=states, logs=compare_logs(*lines, ignore=self.ignore))
+
+
+def prepare_directory(out: Path) -> None:
+    """Make room for a trial. An earlier trial in the same place is removed; anything else is refused."""
+    marker = out / "prove.json"
+    if out.exists() and any(out.iterdir()) and not marker.is_file():
+        raise ConfigError(f"{out} is not empty and holds no earlier trial; give another directory with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    marker.write_text(json.dumps({"verdict": None}) + "\n")  # first: what follows may be removed by the next trial
+    for name in ("reference", "killed"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("reference.log", "killed.log", "timeline.png"):
+        (out / name).unlink(missing_ok=True)
+
+
+def _why_no_kill(out: Path, steps: int, first: int | None) -> str | None:
+    if not RunPaths(out / "reference").run.exists():
+        return "the script made no run: it has to train with stepwell.Checkpointer"
+    if first is None:
+        return "the script never committed a checkpoint, so there is nothing to resume from"
+    if first + 1 > steps - 2:
+        return (
+            f"the first checkpoint was that of step {first} of {steps}: no kill could be followed by a resume; choose a "
+            "shorter interval, as Every(steps=...), or train for longer"
+        )
+    return None
+
+
+class _Watch:
+    """One run of the script, with as many restarts as there are kills."""
+
+    def __init__(self, trial: Trial, name: str) -> None:
+        where = trial.out.absolute() / name
+        self._name = name
+        self._listener = trial.listener
+        self._paths = RunPaths(where)
+        self._lineage = 0
+        self._seen = 0  # lines of the event file that belong to earlier attempts
+        self.command = Command(trial.words, where=where, output=trial.out / f"{name}.log", seed=trial.seed)
+        self.tail = history.EventTail(self._paths.events)
+        self.kills: list[Kill] = []
+        self.resumes: list[history.Resume] = []
+        self.step = 0
+        self.seconds = 0.0
+
+    def run(self, moments: Sequence[Moment], *, total: int | None = None) -> Failure | None:
+        """Start, kill and start again until it ends by itself. Returns its failure, if it failed."""
+        began = time.monotonic()
+        self._listener.began(self._name, total)
+        for moment in [*moments, None]:
+            self.tail.read()
+            self._seen = len(self.tail.lines)
+            self.command.start()
+            status = self._attend(moment)
+            if status is not None:
+                self._read_tail()
+                self.seconds = time.monotonic() - began
+                return None if status == 0 else Failure(len(self.kills), status, self.command.last_lines())
+        raise AssertionError("an attempt without a kill ends by itself")
+
+    def _attend(self, moment: Moment | None) -> int | None:
+        """Watch one attempt until it ends (its exit status) or is killed (None)."""
+        next_tail = 0.0
+        while (status := self.command.poll()) is None:
+            progress = read_progress(self._paths.progress)
+            if progress is not None and progress.lineage > self._lineage:
+                self._reach(progress)
+                if moment is not None and progress.step >= moment.step and self._kill(moment):
+                    return None
+            if time.monotonic() >= next_tail:
+                next_tail = time.monotonic() + _TAIL_SECONDS
+                self._read_tail()
+            time.sleep(_POLL_SECONDS if moment is not None else _TAIL_SECONDS)
+        if (progress := read_progress(self._paths.progress)) is not None:
+            self._reach(progress)
+        return status
+
+    def _reach(self, progress: Progress) -> None:
+        self.step = progress.step
+        self._listener.reached(progress.step)
+
+    def _read_tail(self) -> None:
+        """Follow the events, and say so once the attempt has resumed."""
+        self.tail.read()
+        if len(self.resumes) > len(self.kills):
+            return
+        resume = history.find_resume(self.tail.lines[self._seen :])
+        if resume is not None:
+            self.resumes.append(resume)
+            if self.kills:
+                how = "began fresh" if resume.source is None else f"resumed at step {resume.step} from {resume.source}"
+                self._listener.said(f"  {how}")
+
+    def _kill(self, moment: Moment) -> bool:
+        """Kill now, unless there is nothing to resume from yet, or the run is over. Both are seen again soon."""
+        self._read_tail()
+        if not history.committed(self.tail.lines) or len(self.resumes) <= len(self.kills):
+            return False
+        time.sleep(moment.delay_seconds)
+        progress = read_progress(self._paths.progress)
+        if progress is None:
+            return False
+        is_both = moment.victim == "trainer and agent"
+        pids = [progress.agent_pid, progress.pid] if is_both else [progress.pid]
+        killed_at = time.time()
+        if not self.command.kill(pids, spare=[] if is_both else [progress.agent_pid]):
+            return False
+        last = read_progress(self._paths.progress) or progress
+        self._lineage = last.lineage
+        self.kills.append(Kill(len(self.kills) + 1, killed_at, last.step, moment.victim))
+        self._listener.said(f"kill {len(self.kills)}: {moment.victim}, at step {last.step}")
+        return True
+
+    def with_resumes(self) -> list[Kill]:
+        """The kills, each with the restart that followed it."""
+        committed = history.committed(self.tail.lines)
+        resumes = {number: resume for number, resume in enumerate(self.resumes) if number}
+        return [
+            replace(
+                kill,
+                resumed=resume.step,
+                source=resume.source,
+                was_committed=resume.directory in committed,
+            )
+            if (resume := resumes.get(kill.number)) is not None
+            else kill
+            for kill in self.kills
+        ]
+
+    def voids(self) -> list[Void]:
+        """Snapshots that this run threw away."""
+        return [
+            Void(self._name, event["step"], event["leaf"], event["seen_by"])
+            for event in history.voided(self.tail.lines)
+        ]

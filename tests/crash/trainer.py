@@ -22,7 +22,7 @@ def main() -> None:
     from stepwell import Checkpointer, Every
 
     get = os.environ.get
-    width, workers, pace = int(get("TRAIN_WIDTH", "16")), int(get("TRAIN_WORKERS", "0")), float(get("TRAIN_PACE", "0"))
+    width, workers, pace = int(get("TRAIN_WIDTH", "64")), int(get("TRAIN_WORKERS", "0")), float(get("TRAIN_PACE", "0"))
     memory = get("TRAIN_HOST_MEMORY")
     torch.set_num_threads(1)
     torch.manual_seed(1)

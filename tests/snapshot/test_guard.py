@@ -137,7 +137,9 @@ def test_void_snapshot_is_taken_again_blocking(run_dir: Path) -> None:
 
 def test_the_documented_table_is_this_one() -> None:
     rows = dict(
-        re.findall(r"^\| ([^|]+?) \| ((?:yes|no) \| (?:yes|no) \| (?:yes|no)) \|$", GUARANTEES.read_text(), re.MULTILINE)
+        re.findall(
+            r"^\| ([^|]+?) \| ((?:yes|no) \| (?:yes|no) \| (?:yes|no)) \|$", GUARANTEES.read_text(), re.MULTILINE
+        )
     )
     words = {True: "yes", False: "no"}
     for how, (_, guard_sees, verify_sees, is_torn) in CHANGES.items():

@@ -98,7 +98,7 @@ def read_all(where: Path) -> dict[int, dict[str, torch.Tensor]]:
         record = read_record(paths, entry.manifest)
         for file in record.files:
             with safe_open(entry.path / file.name, "pt") as opened:
-                leaves.update({name: opened.get_tensor(name) for name in opened.keys()})
+                leaves.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 (not a dict)
         found[entry.id.step] = leaves
     return found
 

@@ -20,13 +20,15 @@ from typing import Final
 
 from stepwell import events
 from stepwell.agent.process import PROTOCOL
-from stepwell.arena.channel import Channel, Message, connect, find_agents
+from stepwell.arena.channel import Channel, Message, connect, find_agents, is_stopped
 from stepwell.errors import AgentError
 
 _BOOT: Final = (
     "import sys; sys.path[:0] = sys.argv[2:]; del sys.argv[2:]; from stepwell.agent.process import main; main()"
 )
 _MAX_DEATHS_PER_MINUTE: Final = 5
+_START_TRIES: Final = 3
+_END_SECONDS: Final = 5.0
 
 
 class AgentClient:
@@ -42,7 +44,7 @@ class AgentClient:
         self._arenas: dict[int, tuple[Message, int]] = {}
         self._layouts: dict[int, Message] = {}
         self._begun: dict[int, Message] = {}
-        self._closing = False
+        self._closing: Message | None = None
         self._ended = threading.Event()
         self._deaths: list[float] = []
         self.pid = 0
@@ -51,10 +53,18 @@ class AgentClient:
         """Start an agent, or take over the adopted one. Returns when it answered. Raises AgentError."""
         self._hello = hello
         with self._lock:
-            if self._channel is None:
-                self._spawn()
-            else:
-                self._greet()
+            for tries_left in reversed(range(_START_TRIES)):
+                try:
+                    if self._channel is None:
+                        self._spawn()
+                    else:
+                        self._greet()
+                    break
+                except AgentError as error:
+                    if not tries_left:
+                        raise
+                    events.logger.warning("%s; starting another one", error)
+                    self._let_go()
         threading.Thread(target=self._listen, daemon=True, name="stepwell-agent-client").start()
 
     def adopt(self, channel: Channel, pid: int) -> None:
@@ -88,21 +98,46 @@ class AgentClient:
             raise AgentError(f"the agent (process {self.pid}) ended at once; its error is above", pid=self.pid)
         self._channel.socket.settimeout(None)
 
+    def _let_go(self) -> str:
+        """Be rid of an agent that ended or does not answer. Returns how it ended."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is None:
+            return "gone"
+        try:
+            status = self._process.wait(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        return f"exit status {status}"
+
     # -- saying things ------------------------------------------------------------------------------------------------
 
     def send_arena(self, shape: Message, fd: int) -> None:
-        """Hand an arena over. `fd` must stay open while this client may have to say it again."""
+        """Hand an arena over. A copy of `fd` is kept while this may have to be said again."""
         message = {"type": "arena", **shape}
         with self._lock:
-            self._arenas = {shape["generation"]: (message, fd)}
+            self._arenas[shape["generation"]] = (message, os.dup(fd))
             self._send(message, [fd])
+            self._forget_old()
 
     def send_layout(self, layout: Message) -> None:
         """Describe the leaves once; snapshots refer to it by number."""
         message = {"type": "layout", **layout}
         with self._lock:
-            self._layouts = {layout["id"]: message}
+            self._layouts[layout["id"]] = message
             self._send(message)
+            self._forget_old()
+
+    def _forget_old(self) -> None:
+        """Keep the newest arena and layout, and those that snapshots on their way refer to."""
+        arenas = {message["generation"] for message in self._begun.values()} | {max(self._arenas, default=0)}
+        layouts = {message["layout"] for message in self._begun.values()} | {max(self._layouts, default=0)}
+        for generation in self._arenas.keys() - arenas:
+            os.close(self._arenas.pop(generation)[1])
+        for number in self._layouts.keys() - layouts:
+            del self._layouts[number]
 
     def begin(self, message: Message) -> None:
         """Announce a snapshot whose bytes are about to arrive in the arena."""
@@ -130,13 +165,15 @@ class AgentClient:
                 with contextlib.suppress(OSError):
                     received = channel.receive()
             if received is None:
-                if self._closing or not self._replace():
+                if (self._closing is not None and not self._begun) or not self._replace():
                     self._ended.set()
                     return
                 continue
             message = received[0]
             if message["type"] == "released" or (message["type"] == "failed" and message["final"]):
-                self._begun.pop(message["sequence"], None)
+                with self._lock:
+                    self._begun.pop(message["sequence"], None)
+                    self._forget_old()
             elif message["type"] == "bye":
                 self._ended.set()
                 return
@@ -144,9 +181,7 @@ class AgentClient:
 
     def _replace(self) -> bool:
         """The agent died: start another one and tell it everything that is not durable yet."""
-        status = "gone" if self._process is None else f"exit status {self._process.wait()}"
-        old = self.pid
-        now = time.monotonic()
+        old, now = self.pid, time.monotonic()
         self._deaths = [at for at in self._deaths if now - at < 60] + [now]
         if len(self._deaths) > _MAX_DEATHS_PER_MINUTE:
             events.logger.error(
@@ -155,19 +190,20 @@ class AgentClient:
             self._on_message({"type": "lost"})
             return False
         with self._lock:
-            if self._channel is not None:
-                self._channel.close()
+            status = self._let_go()
             try:
                 self._spawn()
             except AgentError as error:
                 events.logger.error("%s", error)
-                self._channel = None
+                self._let_go()
                 time.sleep(0.2 * len(self._deaths))
                 return True
             for message, fd in self._arenas.values():
                 self._send(message, [fd])
             for message in (*self._layouts.values(), *sorted(self._begun.values(), key=lambda m: m["sequence"])):
                 self._send(message)
+            if self._closing is not None:
+                self._send(self._closing)
             resent = len(self._begun)
         self._log.emit(events.AgentDeath(pid=old, status=status, resent=resent))
         self._on_message({"type": "replaced", "pid": self.pid})
@@ -175,16 +211,20 @@ class AgentClient:
 
     def close(self, *, seconds: float) -> bool:
         """Ask the agent to finish and end; wait for it. False if it did not finish in time."""
-        self._closing = True
-        self.send({"type": "close", "seconds": seconds})
-        finished = self._ended.wait(seconds + 5)
+        with self._lock:
+            self._closing = {"type": "close", "seconds": seconds}
+            self._send(self._closing)
+        finished = self._ended.wait(seconds + _END_SECONDS)
         if self._process is not None:
             try:
-                self._process.wait(timeout=5)
+                self._process.wait(timeout=_END_SECONDS)
             except subprocess.TimeoutExpired:
                 finished = False
         if self._channel is not None:
             self._channel.close()
+        for _, fd in self._arenas.values():
+            os.close(fd)
+        self._arenas = {}
         return finished
 
 
@@ -201,6 +241,10 @@ def find_orphan(run: str, rank: int) -> tuple[Channel, Message, list[int]] | Non
     for address in find_agents(run, rank):
         channel = connect(address, timeout=60.0)
         if channel is None:
+            continue
+        if is_stopped(channel.socket):
+            events.logger.warning("agent not adopted: %s is stopped; this process continues from disk", address[1:])
+            channel.close()
             continue
         try:
             channel.send({"type": "adopt", "protocol": PROTOCOL, "pid": os.getpid()})

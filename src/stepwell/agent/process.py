@@ -98,7 +98,7 @@ class Agent:
     def _tend(self) -> None:
         """After each round: release slots, tell the trainer, wake the worker, show that we live."""
         with self._lock:
-            released = self.queue.collect()
+            released = self.queue.collect(self._busy)
             outbox, self._outbox = self._outbox, []
             if self.queue.next_due() is not None:
                 self._lock.notify()

@@ -95,15 +95,18 @@ class PendingQueue:
         self.items.append(pending)
         self.items.sort(key=lambda item: item.sequence)
 
-    def collect(self) -> list[Pending]:
-        """Remove what is void, done or given up; return it, so that its slots can be released."""
+    def collect(self, busy: Pending | None) -> list[Pending]:
+        """Remove what is void, done or given up; return it, so that its slots can be released.
+
+        `busy` is being written right now: its slot must not be filled anew under the writer.
+        """
         complete = [item for item in self.items if not item.is_done and item.is_complete]
         if complete:
             self.newest_complete = complete[-1]
         out = []
         for item in list(self.items):
             given_up = item.failures > 0 and any(other.sequence > item.sequence for other in complete)
-            if item.is_done or item.is_void or given_up:
+            if item is not busy and (item.is_done or item.is_void or given_up):
                 self.items.remove(item)
                 out.append(item)
         return out

@@ -36,7 +36,7 @@ def _write(path: Path, image: memoryview, nbytes: int, *, direct: bool) -> tuple
     try:
         files.preallocate(fd, nbytes, path)
         digests = _write_blocks(fd, path, image, nbytes)
-        files.truncate(fd, nbytes, path)  # the last block was written as whole pages; safetensors allows no trailing bytes
+        files.truncate(fd, nbytes, path)  # the last block was whole pages, safetensors allows no trailing bytes
         crash_point("shard.written")
         files.sync(fd, path)
         crash_point("shard.synced")

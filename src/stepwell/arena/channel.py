@@ -132,6 +132,15 @@ def is_same_user(sock: socket.socket) -> bool:
     return peer(sock)[1] == os.getuid()
 
 
+def is_stopped(sock: socket.socket) -> bool:
+    """Whether the process at the other end is stopped (SIGSTOP, a debugger): it would not answer for a long time."""
+    try:
+        with open(f"/proc/{peer(sock)[0]}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
 def peer(sock: socket.socket) -> tuple[int, int]:
     """Pid and user id of the process at the other end."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))

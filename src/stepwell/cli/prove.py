@@ -160,7 +160,7 @@ def _headline(proof: Proof) -> str:
         assert states is not None and logs is not None
         logged = f", {count(logs.values, 'logged value')} of {count(logs.steps, 'step')}" if logs.values else ""
         return (
-            f"after {count(len(proof.kills), 'kill')} all {count(states.leaves, 'leaf')} ({size(states.nbytes)}), "
+            f"after {count(len(proof.kills), 'kill')} all {count(states.leaves, 'tensor')} ({size(states.nbytes)}), "
             f"{count(states.values, 'plain value')}{logged} equal the uninterrupted run's, bit for bit"
         )
     if proof.differences:
@@ -177,7 +177,7 @@ def _details(proof: Proof, out: Path) -> list[str]:
     if len(proof.differences) > 1:
         leaves = sum(item.is_leaf for item in proof.differences)
         others = len(proof.differences) - leaves
-        lines.append(f"in all {count(leaves, 'leaf')} and {count(others, 'plain value')} differ")
+        lines.append(f"in all {count(leaves, 'tensor')} and {count(others, 'plain value')} differ")
     if proof.logs is not None and (first := proof.logs.first) is not None:
         lines.append(
             f"the first logged value that differs: {first.name} of step {first.step}, {first.undisturbed} uninterrupted, "

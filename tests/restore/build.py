@@ -1,0 +1,135 @@
+"""Checkpoints made in this process: the real snapshot layout, arena, persister and commit, without an agent process.
+
+A test that needs a run directory and nothing of the loop around it builds one here in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepwell import events
+from stepwell.agent.client import AgentClient
+from stepwell.agent.persist import Persister
+from stepwell.agent.queue import Layout, Pending
+from stepwell.arena.memory import FROZEN, Arena, ArenaShape, whole_pages
+from stepwell.format.manifest import Manifest
+from stepwell.reopen import Reopened, reopen
+from stepwell.snapshot.host import HostCopy
+from stepwell.snapshot.plan import Plan, make_plan
+from stepwell.state import rng
+from stepwell.state.flatten import Flat, flatten
+from stepwell.state.roles import Role
+from stepwell.state.tracked import track
+from stepwell.store.catalog import read_manifest
+from stepwell.store.lineage import create_next, open_run
+from stepwell.store.paths import RunPaths
+from stepwell.types import CheckpointId, Owner
+
+
+def own(step: int, *, epoch: int = 0, consumed: int = 0) -> dict[str, Any]:
+    """The run's own part of a state."""
+    return {"step": step, "epoch": epoch, "consumed": consumed, "finished": False, "rng": rng.capture()}
+
+
+@dataclass
+class RunBuilder:
+    """One run directory. `lineage` is the one that checkpoints are written into."""
+
+    root: Path
+    seed: int = 7
+    lineage: int = 0
+    paths: RunPaths = field(init=False)
+    run: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paths = RunPaths(self.root)
+        self.run = open_run(self.paths, seed=self.seed).id
+        self.fork()
+
+    def fork(self, *, parent: int | None = None, step: int = 0) -> int:
+        """The next lineage, from a step of `parent` (default: the present one)."""
+        self.lineage = create_next(self.paths, parent=self.lineage if parent is None else parent, step=step).number
+        return self.lineage
+
+    def write(
+        self, state: dict[str, Any], step: int, *, frozen: Iterable[str] = (), suspect: bool = False, **meta: Any
+    ) -> CheckpointId:
+        """Commit a checkpoint of `state`. `frozen` names leaves that go into the frozen file."""
+        flat = flatten({**state, "stepwell": meta.pop("own", None) or own(step)})
+        plan = _plan(flat, set(frozen))
+        arena = _fill(flat, plan)
+        try:
+            if suspect:
+                arena.set_suspects(0, 1, 0)
+            pending = self._pending(flat, plan, arena, step, meta)
+            log = events.EventLog(self.paths.events, who="agent", lineage=self.lineage)
+            Persister(self.paths, log).persist(pending)
+            log.close()
+        finally:
+            arena.close()
+        return pending.id
+
+    def _pending(self, flat: Flat, plan: Plan, arena: Arena, step: int, meta: dict[str, Any]) -> Pending:
+        said = {"created": 1700000000.5, "tree": flat.tree, "epoch_end": False, "finished": False, "name": None,
+                "files": {}, "frozen": 1 if plan.frozen else 0, **meta}  # fmt: skip
+        said = json.loads(json.dumps(said))  # as it reaches the agent
+        return Pending(
+            run=self.run,
+            id=CheckpointId(step, said.pop("repeat", 0), self.lineage),
+            owner=Owner(),
+            sequence=1,
+            slot=0,
+            arena=arena,
+            layout=Layout.from_message(json.loads(json.dumps(plan.message()))),
+            meta=said,
+        )
+
+    def manifest(self, id: CheckpointId) -> Manifest:
+        return read_manifest(self.paths, id)
+
+
+def _plan(flat: Flat, frozen: set[str]) -> Plan:
+    def live() -> torch.Tensor | None:
+        return None
+
+    known = {leaf.name for leaf in flat.leaves}
+    assert frozen <= known, f"no such leaves: {frozen - known}"
+    roles = [Role("frozen" if leaf.name in frozen else "loose", "value", live) for leaf in flat.leaves]
+    return make_plan(1, flat.leaves, roles)
+
+
+def _fill(flat: Flat, plan: Plan) -> Arena:
+    """A snapshot in an arena, complete with verdict."""
+    arena = Arena.allocate(ArenaShape(1, 1, whole_pages(plan.live.nbytes), whole_pages(plan.frozen_bytes)))
+    arena.image(0, len(plan.live.header))[:] = plan.live.header
+    if plan.frozen is not None:
+        arena.image(FROZEN, len(plan.frozen.header))[:] = plan.frozen.header
+    for leaf in flat.leaves:
+        place = plan.places[leaf.name]
+        start = arena.shape.start(FROZEN if place.is_frozen else 0) + place.start
+        HostCopy(leaf.tensor, arena.address() + start, place.nbytes).run()
+    for index in (0, FROZEN):
+        arena.set_sequence(index, 1)
+        arena.set_verdict(index, 1, is_good=True)
+    return arena
+
+
+def restore(root: Path, objects: dict[str, Any], **options: Any) -> Reopened:
+    """What `Checkpointer.restore` does, up to the point where it would start its agent."""
+    paths = RunPaths(root)
+    log = events.EventLog(paths.events, who="trainer")
+    try:
+        return reopen(paths, track(objects), seed=None, log=log, client=AgentClient(log, lambda _: None), **options)
+    finally:
+        log.close()
+
+
+def damage_events(root: Path) -> list[dict[str, Any]]:
+    """The damage that restores of this run reported."""
+    return [event for event in events.read_events(RunPaths(root).events) if event["kind"] == "damage"]

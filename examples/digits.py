@@ -19,7 +19,7 @@ import stepwell
 
 # -- settings ---------------------------------------------------------------------------------------------------------
 
-epochs = 20
+epochs = 15
 batch_size = 64
 learning_rate = 0.05
 weight_decay = 5e-4
@@ -104,6 +104,6 @@ for epoch in ckpt.epochs(epochs):
         schedule.step()
         average.update_parameters(model)
         ckpt.log(loss=loss, rate=schedule.get_last_lr()[0])
-    ckpt.log(accuracy=accuracy(average))
-
-print(f"{accuracy(average):.1%} of the held-out digits are read right")
+    right = accuracy(average)
+    ckpt.log(accuracy=right)
+    print(f"epoch {epoch + 1}: {right:.1%} of the held-out digits are read right", flush=True)

@@ -19,8 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from stepwell import events
 from stepwell.agent.client import AgentClient
 from stepwell.arena.channel import Message
@@ -84,7 +82,12 @@ class Checkpointer:
         self._steps = StepCounter()
         self._uploads = Uploads()
         self._close_seconds = seconds_from("STEPWELL_CLOSE_SECONDS", 120)
-        self.data = Batches(self._on_request, self._steps.on_delivered)
+        self.data = Batches(
+            is_given=data is not None,
+            on_start=self._ensure_open,
+            on_request=self._on_request,
+            on_delivered=self._steps.on_delivered,
+        )
         self._own = OwnState(self._steps, self.data)
         self._pid = os.getpid()
         self._reopened: Reopened | None = None
@@ -96,7 +99,6 @@ class Checkpointer:
         self._is_due_again = False
         self._repeats: dict[int, int] = {}
         self._committed_step: int | None = None
-        self._logged: list[tuple[int, dict[str, Any]]] = []
         self._hooks = [
             item.optimizer.register_step_pre_hook(self._before_optimizer_step)
             for item in self._tracked
@@ -188,7 +190,7 @@ class Checkpointer:
                 self._own.go_to(epoch)
                 self._epochs_since += 1
             yield epoch
-        self._end_iteration()
+        self._count_step()
         self._own.go_to(count)
         self._own.is_finished = True
         self.save().wait(self._close_seconds)
@@ -197,7 +199,6 @@ class Checkpointer:
 
     def _on_request(self) -> None:
         """The loop asks for a batch: everything of the iteration before it is over."""
-        self._ensure_open()
         if not self._steps.is_explicit:
             if self._steps.is_ahead and not self._said_ahead:
                 self._said_ahead = True
@@ -208,17 +209,14 @@ class Checkpointer:
     def step(self) -> None:
         """End of the loop body, for loops that do not iterate `ckpt.data` (or whose consumer reads ahead)."""
         self._ensure_open()
-        self._steps.is_explicit = True
+        self._steps.on_call()
         self._own.settle_generators(again=False)
         self._end_iteration()
 
     def _end_iteration(self) -> None:
         """Count the step, if it was one, and ask the policy."""
-        self._flush_log()
-        if not self._steps.end_iteration():
+        if not self._count_step():
             return
-        self._own.consumed = self.data.consumed
-        self._progress.update(self._steps.step)
         moment = Moment(
             step=self._steps.step,
             steps_since=self._steps.step - self._saved_step,
@@ -230,6 +228,14 @@ class Checkpointer:
             self._save(block=False)
         elif self._snapshotter.is_unprepared:
             self._snapshotter.prepare(flatten(self._state()))
+
+    def _count_step(self) -> bool:
+        self._log.flush()
+        if not self._steps.end_iteration():
+            return False
+        self._own.consumed = self.data.consumed
+        self._progress.update(self._steps.step)
+        return True
 
     def _before_optimizer_step(self, *_: Any) -> None:
         """The gate: runs before every step of a tracked optimizer."""
@@ -249,24 +255,20 @@ class Checkpointer:
     def log(self, **values: Any) -> None:
         """Note values of the running step in the event log. Tensors are read one step later, so nothing waits."""
         self._ensure_open()
-        kept = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-        self._logged.append((self._steps.step + 1, kept))
-
-    def _flush_log(self) -> None:
-        logged, self._logged = self._logged, []
-        for step, values in logged:
-            plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-            self._log.emit(events.Log(step=step, values=plain))
+        self._log.keep(self._steps.step + 1, values)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def save(self, *, name: str | None = None, files: _Files | None = None) -> SaveHandle:
         """Save now. Waits for memory and a free slot, not for the disk: see the handle.
 
+        After this iteration's optimizer step it counts as the end of the iteration: call it last in the loop body.
+
         name:   keep this checkpoint for ever under this name
         files:  also store these files of yours; leave them unchanged until `upload_completion`
         """
         self._ensure_open()
+        self._count_step()  # or a resume would apply this batch twice
         handle = self._save(block=True, name=name, files=files)
         if handle is None:
             raise AgentError("the agent died again and again; see the log above for its error")
@@ -327,14 +329,14 @@ class Checkpointer:
             self._is_fenced = self._is_fenced or message["fenced"]
             if message["final"]:
                 self._uploads.fail(sequence, PersistError(message["error"], step=message["step"]))
-        elif kind == "chunk_done":
-            self._snapshotter.acks.put()
         elif kind == "replaced":
             self._progress.update(self._steps.step, agent_pid=message["pid"])
         elif kind == "lost":
             self._is_lost = True
             self._snapshotter.pool.release_all()
             self._uploads.fail_all(PersistError("the agent died again and again; see the log"))
+        if self._snapshotter.pool.is_streaming:
+            self._snapshotter.answers.put(message)  # the training thread waits for it
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until every snapshot taken so far is committed. Raises PersistError for one that was given up."""
@@ -362,7 +364,7 @@ class Checkpointer:
             return
         try:
             if save and not self._is_lost:
-                self._end_iteration()
+                self._count_step()
                 if self._saved_step != self._steps.step:
                     self.save()
         finally:
@@ -373,7 +375,7 @@ class Checkpointer:
         atexit.unregister(self._at_exit)
         for hook in self._hooks:
             hook.remove()
-        self._flush_log()
+        self._log.flush()
         self._snapshotter.drain()
         pending = self._uploads.pending()
         self._client.close(seconds=self._close_seconds if pending else 10.0)

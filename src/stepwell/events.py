@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -301,6 +302,7 @@ class EventLog:
         self.lineage = lineage
         self._fd: int | None = None
         self._failed = False
+        self._kept: list[tuple[int, dict[str, Any]]] = []
 
     def emit(self, event: Event) -> None:
         """Write one line and mirror it into `logging`."""
@@ -328,6 +330,18 @@ class EventLog:
                 logger.warning("cannot write %s: %s; events are not kept until this works again", self.path, error)
             self._failed = True
 
+    def keep(self, step: int, values: dict[str, Any]) -> None:
+        """Note logged values; tensors are turned into numbers by `flush`, a step later, so nothing waits here."""
+        kept = {key: value.detach() if hasattr(value, "detach") else value for key, value in values.items()}
+        self._kept.append((step, kept))
+
+    def flush(self) -> None:
+        """Write the values that were kept."""
+        kept, self._kept = self._kept, []
+        for step, values in kept:
+            plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in values.items()}
+            self.emit(Log(step=step, values=plain))
+
     def close(self) -> None:
         """Close the file; a later emit opens it again."""
         if self._fd is not None:
@@ -340,6 +354,9 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
+        return
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
         return
     with os.fdopen(fd, "rb") as lines:
         while line := lines.readline(_MAX_LINE_BYTES):

@@ -163,24 +163,27 @@ class Run:
         self.env = {"STEPWELL_LINGER": "30", "TRAIN_PACE": "0.003", TOKEN: self.token, **env}
         self.log = log
         self.trainers: list[Trainer] = []
-        self.kills = 0
+        self._committed: dict[int, int] = {}
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
     def start(self, **env: str) -> Trainer:
-        """Start the script once more. What `env` says holds for this trainer and its agents only."""
+        """Start the script once more, with what is committed verified. `env` holds for this trainer and its agents."""
+        committed = self.check_newest()
         request = {"start": [str(TRAINER), str(self.where)], "env": {**self.env, **env}, "log": str(self.log)}
-        self.trainers.append(Trainer(self.server, request))
-        return self.trainers[-1]
+        trainer = Trainer(self.server, request)
+        self.trainers.append(trainer)
+        self._committed[trainer.pid] = committed
+        return trainer
 
     def agents(self) -> list[Process]:
         """All live agents of this run, found by what they inherited. The caller closes them."""
         found = []
-        for name in os.listdir("/proc"):
-            if name.isdigit() and f"{TOKEN}={self.token}".encode() in _read(int(name), "environ").split(b"\0"):
-                if _state(int(name)) not in ("Z", "X", ""):
-                    with contextlib.suppress(ProcessLookupError):
-                        found.append(Process(int(name)))
+        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+            is_ours = f"{TOKEN}={self.token}".encode() in _read(pid, "environ").split(b"\0")
+            if is_ours and _state(pid) not in ("Z", "X", ""):
+                with contextlib.suppress(ProcessLookupError):
+                    found.append(Process(pid))
         return found
 
     def agent(self) -> Process:
@@ -263,28 +266,23 @@ class Run:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def restart(self, **env: str) -> Trainer:
-        """Start again after a death, and see that it resumes from what is committed (or from newer memory)."""
-        committed = self.check_newest()
-        trainer = self.start(**env)
-
-        def opened() -> list[dict[str, Any]]:
-            mine = [event for event in self.events() if event["process"] == trainer.pid]
-            found = [event for event in mine if event["kind"] in ("restore", "fresh")]
-            assert found or not trainer.has_ended(), f"it ended before it restored:\n{trainer.log()}"
-            return found
-
-        if "STEPWELL_CRASH" not in env:
-            (first,) = wait_for(opened, "restored")[:1]
-            if committed:
-                assert first["kind"] == "restore", f"step {committed} is committed, but the restart began from nothing"
-                assert first["step"] >= committed, f"resumed step {first['step']}, committed is {committed}"
-        return trainer
-
     def finish(self) -> None:
         """One more start, to the end."""
-        trainer = self.restart()
+        trainer = self.start()
         assert trainer.wait() == 0, trainer.log()
+
+    def opening(self, trainer: Trainer) -> dict[str, Any] | None:
+        """How a trainer began: its `restore` or `fresh` event; None if it died before."""
+        mine = [event for event in self.events() if event["process"] == trainer.pid]
+        return next((event for event in mine if event["kind"] in ("restore", "fresh")), None)
+
+    def check_resumes(self) -> None:
+        """Every trainer began from what was committed before its start, or from newer memory."""
+        for trainer in self.trainers:
+            committed, began = self._committed[trainer.pid], self.opening(trainer)
+            if committed and began is not None:
+                assert began["kind"] == "restore", f"step {committed} was committed, but a restart began from nothing"
+                assert began["step"] >= committed, f"resumed step {began['step']}, committed was {committed}"
 
     def ending(self) -> Ending:
         """The final state."""
@@ -298,6 +296,8 @@ class Run:
         return Ending(entry.id.step, shards, record.tree, losses)
 
     def check_identical(self, reference: Ending) -> None:
+        """It ended with the same bits, and got there by resuming."""
+        self.check_resumes()
         difference = self.ending().difference(reference)
         assert difference is None, difference
 
@@ -313,6 +313,13 @@ class Run:
     def run_id(self) -> str:
         found: str = json.loads(self.paths.run.read_text())["id"]
         return found
+
+
+def children(pid: int) -> list[Process]:
+    """Forked children of a process, agents (which run another program) left out. The caller closes them."""
+    command = _read(pid, "cmdline")
+    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [Process(child) for child in found if _read(child, "cmdline") == command]
 
 
 def sockets(run: str) -> Iterator[str]:

@@ -198,10 +198,12 @@ class AgentClient:
                 self._let_go()
                 time.sleep(0.2 * len(self._deaths))
                 return True
-            for message, fd in self._arenas.values():
-                self._send(message, [fd])
-            for message in (*self._layouts.values(), *sorted(self._begun.values(), key=lambda m: m["sequence"])):
-                self._send(message)
+            # In the order in which it was said first (all numbers come from one counter): an arena that no snapshot
+            # uses is dropped when a newer one arrives.
+            said = {number: (message, [fd]) for number, (message, fd) in self._arenas.items()}
+            said |= {number: (message, []) for number, message in (*self._layouts.items(), *self._begun.items())}
+            for number in sorted(said):
+                self._send(*said[number])
             if self._closing is not None:
                 self._send(self._closing)
             resent = len(self._begun)

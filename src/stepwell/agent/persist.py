@@ -41,6 +41,11 @@ class Persister:
         entries = [self._write_live(pending, directory)]
         if pending.layout.frozen_bytes:
             entries.append(self._write_frozen(pending, directory))
+        self.finish(pending, entries, started)
+
+    def finish(self, pending: Pending, entries: list[FileEntry], started: float) -> None:
+        """The state's files are durable: add the user's own, then commit."""
+        directory = self.paths.checkpoint(pending.id)
         entries += [self._attach(pending, directory, *item) for item in sorted(pending.meta["files"].items())]
         written = time.monotonic()
         record = make_record(pending, entries)

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any, Final
 
@@ -110,7 +111,7 @@ class Agent:
         if self._trainer_pid and time.monotonic() > self._next_beat:
             self._next_beat = time.monotonic() + _BEAT_SECONDS
             with contextlib.suppress(OSError):
-                os.utime(self.paths.progress)
+                os.utime(self.paths.progress, follow_symlinks=False)
 
     def _send(self, message: Message) -> None:
         if self.channel is not None:
@@ -187,6 +188,10 @@ class Agent:
         with self._lock:
             self.queue.add(self._pending(message))
 
+    def _do_make_room(self, message: Message) -> None:
+        with self._lock:
+            self.queue.is_room_wanted = True
+
     def _do_close(self, message: Message) -> None:
         self._closing = True
         with self._lock:
@@ -201,19 +206,21 @@ class Agent:
 
     def _do_chunk(self, message: Message) -> None:
         stream = self.stream
-        if stream is not None:
-            self._streaming(lambda: stream.write(message["slot"], message["nbytes"]))
-        self._send({"type": "chunk_done", "sequence": message["sequence"]})
+        if stream is None or stream.pending.sequence != message["sequence"]:
+            return  # it failed, or our predecessor had it: the trainer is told
+        if self._streaming(lambda: stream.write(message["slot"], message["nbytes"])):
+            self._send({"type": "chunk_done", "sequence": message["sequence"]})
 
     def _do_stream_end(self, message: Message) -> None:
         stream = self.stream
-        if stream is None:
+        if stream is None or stream.pending.sequence != message["sequence"]:
             return
         if message["suspects"]:
             stream.pending.arena.set_suspects(stream.pending.slot, message["suspects"], message["first"])
         if self._streaming(stream.finish):
             self.stream = None
             self._after_commit(stream.pending, 0.0)
+            self._outbox.append({"type": "released", "sequence": stream.pending.sequence})
 
     def _streaming(self, work: Any) -> bool:
         try:
@@ -223,12 +230,20 @@ class Agent:
             stream, self.stream = self.stream, None
             stream.abort()
             self._note_failure(stream.pending, error, final=True)
+            self._outbox.append({"type": "released", "sequence": stream.pending.sequence})
             return False
         return True
 
     # -- the worker thread --------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        try:
+            self._work_on()
+        except BaseException:  # a thread that ends quietly would leave an agent that never writes again
+            traceback.print_exc()
+            os._exit(1)  # the trainer starts another one
+
+    def _work_on(self) -> None:
         while True:
             with self._lock:
                 self._busy = None
@@ -242,31 +257,23 @@ class Agent:
         started = time.monotonic()
         try:
             self.persister.persist(pending)
-        except FencedError as error:
-            self.log.emit(events.Fenced(lineage=pending.id.lineage, newest=int(str(error.fields["newest"]))))
-            self._note_failure(pending, error, final=True)
         except (OSError, StepwellError) as error:
-            self._note_failure(pending, error, final=False)
+            self._note_failure(pending, error, final=isinstance(error, FencedError))
         else:
             self._after_commit(pending, time.monotonic() - started)
 
     def _after_commit(self, pending: Pending, seconds: float) -> None:
         with self._lock:
             pending.is_done = True
-            self._outbox.append(
-                {
-                    "type": "durable",
-                    "sequence": pending.sequence,
-                    "step": pending.id.step,
-                    "directory": pending.id.directory,
-                    "seconds": seconds,
-                }
-            )
+            facts = {"sequence": pending.sequence, "step": pending.id.step, "directory": pending.id.directory}
+            self._outbox.append({"type": "durable", **facts, "seconds": seconds})
         os.eventfd_write(self._wake, 1)
         with contextlib.suppress(OSError):
             self.persister.prune(self.lineage, self.keep)
 
     def _note_failure(self, pending: Pending, error: Exception, *, final: bool) -> None:
+        if isinstance(error, FencedError):
+            self.log.emit(events.Fenced(lineage=pending.id.lineage, newest=int(str(error.fields["newest"]))))
         delay = _RETRY_SECONDS[min(pending.failures, len(_RETRY_SECONDS) - 1)]
         action = "given up" if final else f"trying again in {delay} s, or with the next snapshot"
         self.log.emit(events.PersistFailed(step=pending.id.step, error=str(error), action=action))
@@ -274,16 +281,8 @@ class Agent:
             pending.failures += 1
             pending.not_before = time.monotonic() + delay
             pending.is_done = final
-            self._outbox.append(
-                {
-                    "type": "failed",
-                    "sequence": pending.sequence,
-                    "step": pending.id.step,
-                    "error": str(error),
-                    "final": final,
-                    "fenced": isinstance(error, FencedError),
-                }
-            )
+            facts = {"sequence": pending.sequence, "step": pending.id.step, "error": str(error), "final": final}
+            self._outbox.append({"type": "failed", **facts, "fenced": isinstance(error, FencedError)})
         os.eventfd_write(self._wake, 1)
 
     # -- death and succession -----------------------------------------------------------------------------------------
@@ -297,6 +296,9 @@ class Agent:
             self._drain(self.channel)
             self._forget(self.channel)
             self.channel = None
+        if self.stream is not None:
+            self.stream.abort()  # the rest never comes
+            self.stream = None
         with self._lock:
             self.queue.drop_incomplete()
             pending = len([item for item in self.queue.items if not item.is_done])

@@ -1,8 +1,8 @@
 """Snapshots the agent was told of, in the order they were taken.
 
 Owns:    which of them is complete, which comes next, and which is given up for a newer one.
-Holds:   in order; a snapshot whose write failed is given up only when a newer one is complete; nothing incomplete
-         is ever handed on.
+Holds:   in order; a snapshot whose write failed is given up only when a newer one is complete, or waits for the only
+         slot; nothing incomplete is ever handed on.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class PendingQueue:
     def __init__(self) -> None:
         self.items: list[Pending] = []
         self.newest_complete: Pending | None = None
+        self.is_room_wanted = False
 
     def add(self, pending: Pending) -> None:
         """A snapshot was announced. What was still being filled in its slot is gone with that."""
@@ -93,6 +94,7 @@ class PendingQueue:
             and not (item.slot == pending.slot and item.arena is pending.arena and not item.is_complete)
         ]
         self.items.append(pending)
+        self.is_room_wanted = False
         self.items.sort(key=lambda item: item.sequence)
 
     def collect(self, busy: Pending | None) -> list[Pending]:
@@ -105,8 +107,10 @@ class PendingQueue:
             self.newest_complete = complete[-1]
         out = []
         for item in list(self.items):
-            given_up = item.failures > 0 and any(other.sequence > item.sequence for other in complete)
-            if item is not busy and (item.is_done or item.is_void or given_up):
+            in_the_way = self.is_room_wanted and item.arena.shape.slots == 1
+            has_newer = any(other.sequence > item.sequence for other in complete)
+            given_up = item.failures > 0 and (has_newer or in_the_way)
+            if item.is_done or (item is not busy and (item.is_void or given_up)):
                 self.items.remove(item)
                 out.append(item)
         return out

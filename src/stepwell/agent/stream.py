@@ -6,24 +6,26 @@ The trainer fills a chunk, the agent writes it, the trainer fills the next. Trai
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
-from stepwell.agent.persist import Persister, make_record
+from stepwell.agent.persist import Persister
 from stepwell.agent.queue import Pending
 from stepwell.errors import PersistError
-from stepwell.format.checksum import BLOCK_BYTES, block_digest
+from stepwell.format.checksum import BLOCK_BYTES, BlockHasher
 from stepwell.format.record import FileEntry
 from stepwell.store import commit, files
 
 
 class StreamedSave:
-    """One streamed save in progress. Each chunk but the last is a whole number of blocks."""
+    """One streamed save in progress."""
 
     def __init__(self, persister: Persister, pending: Pending) -> None:
         self.pending = pending
         self._persister = persister
         self._name = f"{pending.owner.stem}.safetensors"
-        self._digests: list[str] = []
+        self._started = time.monotonic()
+        self._hasher = BlockHasher()
         self._offset = 0
         self._fd = -1
         self._temporary = Path()
@@ -38,8 +40,7 @@ class StreamedSave:
     def write(self, slot: int, nbytes: int) -> None:
         """Write the next chunk, which lies in `slot`."""
         image = self.pending.arena.image(slot, nbytes)
-        for start in range(0, nbytes, BLOCK_BYTES):
-            self._digests.append(block_digest(image[start : start + BLOCK_BYTES]))
+        self._hasher.update(image)
         files.write_at(self._fd, image, self._offset, self._temporary)
         self._offset += nbytes
 
@@ -50,8 +51,8 @@ class StreamedSave:
         files.sync(self._fd, self._temporary)
         self._close()
         commit.publish_file(self._temporary, self._temporary.with_name(self._name))
-        entry = FileEntry(self._name, "safetensors", self._offset, BLOCK_BYTES, tuple(self._digests))
-        self._persister.commit(self.pending, make_record(self.pending, [entry]))
+        entry = FileEntry(self._name, "safetensors", self._offset, BLOCK_BYTES, self._hasher.finish())
+        self._persister.finish(self.pending, [entry], self._started)
 
     def abort(self) -> None:
         """Throw the temporary file away."""

@@ -53,7 +53,8 @@ def look_for_life(paths: RunPaths) -> Life:
         why = f"its agent, process {pids}, still holds memory for a successor"
         return Life(True, why, None, agents, step, is_here)
     if not is_here and quiet < QUIET_SECONDS:
-        why = f"written {wording.span(quiet)} ago from another machine or container"
+        where = "by a process that is not known" if progress is None else "from another machine or container"
+        why = f"written to {wording.span(quiet)} ago {where}"
         return Life(True, why, None, (), step, False)
     return Life(False, "no process works on it", None, (), step, is_here)
 
@@ -88,9 +89,7 @@ def _is_trainer(progress: Progress, paths: RunPaths) -> bool:
     if not is_process_alive(progress.pid):
         return False
     began = _began(progress.pid)
-    return (
-        began is None or began <= progress.started + _CLOCK_SLACK_SECONDS or _quiet_seconds(paths) < QUIET_SECONDS
-    )
+    return began is None or began <= progress.started + _CLOCK_SLACK_SECONDS or _quiet_seconds(paths) < QUIET_SECONDS
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -24,7 +24,7 @@ _COLUMNS = (
 )
 
 
-@click.command(short_help="List the checkpoints of a run.")
+@click.command()
 @click.argument("run")
 @json_option
 def ls(run: str, as_json: bool) -> None:

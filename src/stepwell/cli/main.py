@@ -1,7 +1,7 @@
 """The entry point: a table of commands whose modules load only when they are used.
 
 Owns:    the names, the one-line summaries, and how an error reaches the person.
-Holds:   no command is imported for `--help`; an error is a sentence or two on stderr and exit code 2, never a traceback.
+Holds:   no command is imported for `--help`; an error is a sentence or two on stderr and exit code 2, no traceback.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import IO, Any, Final
 
 import click
 
-from stepwell import __version__
+from stepwell.cli.output import printable
 from stepwell.errors import StepwellError
 
 COMMANDS: Final[dict[str, str]] = {
@@ -50,7 +50,8 @@ class Problem(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print it on stderr."""
-        click.echo(f"stepwell: {self.format_message()}", file=file, err=True)
+        lines = [printable(line) for line in self.format_message().split("\n")]
+        click.echo("stepwell: " + "\n".join(lines), file=file, err=True)
 
 
 class Commands(click.Group):
@@ -87,7 +88,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="stepwell", message="%(prog)s %(version)s")
+@click.version_option(package_name="stepwell", prog_name="stepwell", message="%(prog)s %(version)s")
 def main() -> None:
     """Look at, check and tidy up the checkpoints of a training run.
 

@@ -62,6 +62,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 def format_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], limit: int | None) -> list[str]:
     """Lines of a table no wider than `limit`: columns give way first, then the widest are shortened."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     shown = list(range(len(columns)))
     widths = [max(len(column.title), *(len(row[i]) for row in rows), 0) for i, column in enumerate(columns)]
 
@@ -101,9 +102,16 @@ def shorten(text: str, limit: int) -> str:
     return f"{text[:head]}..{text[len(text) - (limit - 2 - head) :]}"
 
 
+def printable(text: str) -> str:
+    """Names come from files that anybody may have written: nothing in them may steer the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def print_wrapped(text: str, *, indent: str = "") -> None:
     """A sentence, wrapped to the terminal, every line but the first indented."""
-    limit = width()
+    text, limit = printable(text), width()
     if limit is None:
         click.echo(text)
     else:

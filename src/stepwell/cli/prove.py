@@ -16,13 +16,13 @@ from typing import Any
 
 import click
 
-from stepwell.cli.output import Column, json_option, print_json, print_table
+from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped, printable
 from stepwell.cli.wording import count, size
-from stepwell.errors import listing
 from stepwell.prove.proof import Kill, Proof, as_document
 from stepwell.prove.trial import Trial
 from stepwell.report.timeline import why_no_picture, write_timeline
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _COLUMNS = [
     Column("kill", right=True),
     Column("at step", right=True),
@@ -54,11 +54,12 @@ def prove(
     COMMAND trains with stepwell and is given after `--`:  stepwell prove --kills 5 -- python train.py
 
     \b
-    Exit code 0: identical. 1: different, or the script failed after a kill.
+    Exit code 0: identical. 1: different, unguarded, or the script failed after a kill.
     3: inconclusive, because a restart did not resume from a checkpoint, or kills could not be placed.
     """
-    signal.signal(signal.SIGTERM, _leave)  # as Ctrl-C: unwinding ends every process of the trial
-    signal.signal(signal.SIGHUP, _leave)
+    for number in _ENDING:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # under nohup it stays ignored
+            signal.signal(number, _leave)
     with _Screen() as screen:
         drawn = secrets.randbits(31) if seed is None else seed
         proof = Trial(command, out, kills, drawn, ignore, screen).run()
@@ -78,6 +79,9 @@ def prove(
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
+    """Unwind, which ends every process of the trial; a second Ctrl-C must not cut that short."""
+    for ending in _ENDING:
+        signal.signal(ending, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
@@ -128,7 +132,9 @@ def print_kills(kills: Sequence[Kill]) -> None:
         return
     rows = []
     for kill in kills:
-        resumed = ("-", "-", "-") if kill.resumed is None else (str(kill.resumed), kill.source or "fresh", _redone(kill))
+        resumed = (
+            ("-", "-", "-") if kill.resumed is None else (str(kill.resumed), kill.source or "fresh", _redone(kill))
+        )
         rows.append((str(kill.number), str(kill.step), kill.victim, *resumed))
     print_table(_COLUMNS, rows)
     click.echo()
@@ -141,11 +147,11 @@ def _redone(kill: Kill) -> str:
 def print_verdict(proof: Proof, out: Path) -> None:
     """What was shown, in words, and what to look at next."""
     colour = {"identical": "green", "inconclusive": "yellow"}.get(proof.verdict, "red")
-    click.echo(f"{click.style(proof.verdict, fg=colour, bold=True)}: {_headline(proof)}")
+    click.echo(f"{click.style(proof.verdict, fg=colour, bold=True)}: {printable(_headline(proof))}")
     for line in _details(proof, out):
-        click.echo(line)
+        print_wrapped(line, indent="    ")
     for note in proof.notes:
-        click.echo(f"note: {note}")
+        print_wrapped(f"note: {note}", indent="  ")
     click.echo(f"both runs: {out} (--seed {proof.seed} chooses the same kills)")
 
 
@@ -160,8 +166,13 @@ def _headline(proof: Proof) -> str:
         assert states is not None and logs is not None
         logged = f", {count(logs.values, 'logged value')} of {count(logs.steps, 'step')}" if logs.values else ""
         return (
-            f"after {count(len(proof.kills), 'kill')} all {count(states.leaves, 'tensor')} ({size(states.nbytes)}), "
+            f"after {count(len(proof.kills), 'kill')} all {count(states.tensors, 'tensor')} ({size(states.nbytes)}), "
             f"{count(states.values, 'plain value')}{logged} equal the uninterrupted run's, bit for bit"
+        )
+    if proof.verdict == "unguarded" and (void := proof.unguarded) is not None:
+        return (
+            f"{void.leaf} changed while the snapshot of step {void.step} was copied, and only verify_snapshots saw it, "
+            "which prove turns on; without it a restart from there would be silently wrong"
         )
     if proof.differences:
         first = proof.differences[0]
@@ -172,19 +183,21 @@ def _headline(proof: Proof) -> str:
 def _details(proof: Proof, out: Path) -> list[str]:
     lines = []
     if proof.failure is not None:
-        name = "killed" if proof.kills else "reference"
-        lines += [*(f"  | {line}" for line in proof.failure.lines), f"all of its output: {out / f'{name}.log'}"]
+        lines += [f"  | {line}" for line in proof.failure.lines]
+        lines.append(f"all of its output: {out / proof.failure.run}.log")
     if len(proof.differences) > 1:
-        leaves = sum(item.is_leaf for item in proof.differences)
+        leaves = sum(item.is_tensor for item in proof.differences)
         others = len(proof.differences) - leaves
         lines.append(f"in all {count(leaves, 'tensor')} and {count(others, 'plain value')} differ")
     if proof.logs is not None and (first := proof.logs.first) is not None:
         lines.append(
-            f"the first logged value that differs: {first.name} of step {first.step}, {first.undisturbed} uninterrupted, "
-            f"{first.disturbed} killed"
+            f"the first logged value that differs: {first.name} of step {first.step}, "
+            f"{first.undisturbed} uninterrupted, {first.disturbed} killed"
         )
+    if proof.place is not None:
+        lines.append(f"the runs part {proof.place}")
     if proof.causes:
-        lines += ["usual causes:", listing(proof.causes)]
-    if proof.verdict == "inconclusive":
-        lines.append(listing(proof.doubts))
+        lines += ["usual causes, the likelier ones first:", *(f"  {cause}" for cause in proof.causes)]
+    if proof.verdict == "inconclusive" and proof.failure is None:
+        lines += [f"  {doubt}" for doubt in proof.doubts]
     return lines

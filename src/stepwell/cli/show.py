@@ -19,7 +19,7 @@ _FILE_COLUMNS = (Column("your files"), Column("size", right=True))
 _INLINE = 60
 
 
-@click.command(short_help="Show what a checkpoint holds.")
+@click.command()
 @click.argument("run")
 @step_option
 @json_option
@@ -76,7 +76,8 @@ def _rows(root: Node, leaves: dict[str, LeafEntry]) -> Iterator[list[str]]:
 
     def plain(label: str, node: Node, depth: int) -> Iterator[list[str]]:
         text = summary(node)
-        if node.is_keyed and node.children and len(text) > _INLINE // 2:
+        is_nested = node.is_keyed or any(child.children for _, child in node.children)
+        if is_nested and node.children and len(text) > _INLINE // 2:
             yield [label, "", "", ""]
             for name, child in node.children:
                 if name != METADATA:

@@ -13,12 +13,10 @@ def size(nbytes: int) -> str:
     """`1.2 GB`: three digits at most, decimal units."""
     if nbytes < 1000:
         return f"{nbytes} B"
-    value = float(nbytes)
-    for unit in _UNITS:
-        value /= 1000
-        if value < 999.5:
-            break
-    return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"
+    value, unit = nbytes / 1000, 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.1f} {_UNITS[unit]}" if value < 9.95 else f"{value:.0f} {_UNITS[unit]}"
 
 
 def span(seconds: float) -> str:

@@ -155,7 +155,16 @@ def make_source(data: Any, seed: int) -> Source:
 class Batches:
     """What `ckpt.data` is: iterating it yields what is left of the epoch. The outermost iterator counts."""
 
-    def __init__(self, on_request: Callable[[], None], on_delivered: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        is_given: bool,
+        on_start: Callable[[], None],
+        on_request: Callable[[], None],
+        on_delivered: Callable[[], None],
+    ) -> None:
+        self._is_given = is_given
+        self._on_start = on_start
         self._on_request = on_request
         self._on_delivered = on_delivered
         self._source: Source | None = None
@@ -185,8 +194,10 @@ class Batches:
         return count
 
     def __iter__(self) -> Iterator[Any]:
-        if self._source is None:
+        if not self._is_given:
             raise DataError("no data= was given to the Checkpointer: iterate your own loader and call ckpt.step()")
+        self._on_start()
+        assert self._source is not None
         if self._is_exhausted:  # a loop without ckpt.epochs(): the next round is the next epoch
             self.seek(self.epoch + 1, 0)
         batches = self._source.open(self.epoch, self.consumed)

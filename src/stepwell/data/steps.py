@@ -23,6 +23,7 @@ class StepCounter:
         self.has_stepped = False
         self._stepped = False
         self._delivered = 0
+        self._is_called = False
         self._calls = 0
         self._warned = False
 
@@ -42,6 +43,10 @@ class StepCounter:
         """A batch went to the loop."""
         self._delivered += 1
 
+    def on_call(self) -> None:
+        """The loop called `step()`: from now on only that ends an iteration."""
+        self.is_explicit = self._is_called = True
+
     @property
     def is_ahead(self) -> bool:
         """A batch was delivered and no optimizer stepped since: accumulation, or a consumer that reads ahead."""
@@ -50,7 +55,10 @@ class StepCounter:
     def end_iteration(self) -> bool:
         """Everything of an iteration is over. True if it was a step."""
         self._calls = 0
-        stepped = self._stepped or (not self.has_optimizers and (self.is_explicit or self._delivered > 0))
+        # Also asked by save() and close(): without a new call, or a new batch, nothing new was done.
+        without = self._is_called if self.is_explicit else self._delivered > 0
+        stepped = self._stepped or (not self.has_optimizers and without)
+        self._is_called = False
         if stepped:
             self._stepped, self._delivered = False, 0
             self.step += 1

@@ -23,6 +23,35 @@ def document_digest(data: bytes) -> str:
     return f"{xxhash.xxh3_128_intdigest(data):032x}"
 
 
+class BlockHasher:
+    """Checksums of the blocks of a file that comes in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._digests: list[str] = []
+        self._hash = xxhash.xxh3_64()
+        self._filled = 0
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes of the file."""
+        while data:
+            piece = data[: BLOCK_BYTES - self._filled]
+            self._hash.update(piece)
+            self._filled += len(piece)
+            if self._filled == BLOCK_BYTES:
+                self._end_block()
+            data = data[len(piece) :]
+
+    def _end_block(self) -> None:
+        self._digests.append(f"{self._hash.intdigest():016x}")
+        self._hash, self._filled = xxhash.xxh3_64(), 0
+
+    def finish(self) -> tuple[str, ...]:
+        """That was all: the checksums of all blocks."""
+        if self._filled:
+            self._end_block()
+        return tuple(self._digests)
+
+
 def block_count(nbytes: int, block_bytes: int) -> int:
     """How many blocks a file of this size has."""
     return -(-nbytes // block_bytes)

@@ -24,9 +24,22 @@ _SEQUENCES: Final = {"$tuple": "tuple", "$set": "set", "$frozenset": "frozenset"
 _MAPPINGS: Final = {"$dict": "dict", "$ordered": "OrderedDict", "$counter": "Counter"}
 _MOST_CHARACTERS: Final = 60
 _NUMPY: Final = {
-    **{"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q"},
-    **{"f2": "e", "f4": "f", "f8": "d", "c8": "ff", "c16": "dd"},
+    "b1": "?",
+    "i1": "b",
+    "u1": "B",
+    "i2": "h",
+    "u2": "H",
+    "i4": "i",
+    "u4": "I",
+    "i8": "q",
+    "u8": "Q",
+    "f2": "e",
+    "f4": "f",
+    "f8": "d",
+    "c8": "ff",
+    "c16": "dd",
 }
+"""numpy's names of numbers and those of `struct`."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,7 @@ class Node:
     leaf:      name of the leaf in the record, for a tensor or an array
     value:     typed JSON of a plain value; for tensors and arrays, what the tree says beside the leaf's name
     is_keyed:  whether the keys of the children are keys, and not positions
+    key_kinds: types of the keys that are not text
     """
 
     kind: str
@@ -45,6 +59,7 @@ class Node:
     leaf: str | None = None
     value: Any = None
     is_keyed: bool = False
+    key_kinds: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_container(self) -> bool:
@@ -90,7 +105,7 @@ def _node(value: Any, depth: int) -> Node:
         return _sequence("list", value, depth)
     if not isinstance(value, dict):
         return Node("value", value=value)
-    tag, payload = next(iter(value.items())) if len(value) == 1 else ("", None)
+    tag, payload = tagged(value)
     if not tag.startswith("$"):
         return Node("dict", [(key, _node(item, depth + 1)) for key, item in value.items()], is_keyed=True)
     if tag in _SEQUENCES:
@@ -116,12 +131,28 @@ def _node(value: Any, depth: int) -> Node:
     return Node("value", value=value)
 
 
+def tagged(value: dict[str, Any]) -> tuple[str, Any]:
+    """Tag and payload of an encoded value; an object that is none has no tag that starts with `$`."""
+    return next(iter(value.items())) if len(value) == 1 else ("", None)
+
+
 def _sequence(kind: str, items: list[Any], depth: int) -> Node:
     return Node(kind, [(str(i), _node(item, depth + 1)) for i, item in enumerate(items)])
 
 
 def _mapping(kind: str, pairs: list[Any], depth: int) -> Node:
-    return Node(kind, [(key_text(key), _node(item, depth + 1)) for key, item in pairs], is_keyed=True)
+    children: dict[str, Node] = {}
+    key_kinds = {}
+    for key, item in pairs:
+        text = base = key_text(key)
+        number = 1
+        while text in children:  # the keys 1 and "1"
+            number += 1
+            text = f"{base}~{number}"
+        children[text] = _node(item, depth + 1)
+        if not isinstance(key, str):
+            key_kinds[text] = tagged(key)[0][1:] if isinstance(key, dict) else type(key).__name__
+    return Node(kind, list(children.items()), is_keyed=True, key_kinds=key_kinds)
 
 
 def key_text(key: Any) -> str:
@@ -147,7 +178,7 @@ def numpy_scalar(payload: Any) -> bool | int | float | complex | bytes:
     if code is None:
         return data
     numbers = struct.unpack(f"{order}{code}", data)
-    return complex(*numbers) if len(numbers) == 2 else numbers[0]  # type: ignore[no-any-return]
+    return complex(*numbers) if len(numbers) == 2 else numbers[0]
 
 
 def value_text(value: Any, limit: int = _MOST_CHARACTERS) -> str:

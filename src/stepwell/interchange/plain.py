@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from stepwell.errors import StepwellError
 from stepwell.format import tree
-from stepwell.interchange.outline import key_text, numpy_scalar
+from stepwell.interchange.outline import key_text, numpy_scalar, tagged
 
 _COMPLEX: Final = {"<c8": "complex64", "<c16": "complex128"}
-_PLAIN_NUMPY: Final = frozenset("<f2 <f4 <f8 <i2 <i4 <i8 <u2 <u4 <u8 |i1 |u1 |b1".split())
+_PLAIN_NUMPY: Final = {"<f2", "<f4", "<f8", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8", "|i1", "|u1", "|b1"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _simplify(value: Any, path: tree.Path, plain: Plain, *, is_key: bool = False
         return [_simplify(item, (*path, str(i)), plain) for i, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    tag, payload = next(iter(value.items())) if len(value) == 1 else ("", None)
+    tag, payload = tagged(value)
     if not tag.startswith("$"):
         return {key: _simplify(item, (*path, key), plain) for key, item in value.items()}
 

@@ -4,6 +4,6 @@ trial    the sequence of it all: reference, kills, restarts, comparison
 moments  when to kill, and whom
 command  the user's command as a set of processes: started, killed, never left behind
 history  what a run's events say: restores, snapshots, commits, logged values
-compare  two final checkpoints, leaf by leaf and value by value; `logs` the logged values, step by step
+compare  the two final checkpoints, tensor by tensor and value by value; `logs` what was logged, step by step
 proof    the facts and the verdict that follows from them
 """

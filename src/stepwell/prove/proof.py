@@ -3,9 +3,12 @@
     identical      the state and all logged values are equal, and every restart really resumed
     different      something is not equal
     failed         the script itself ended with an error after a kill
+    unguarded      all is equal, but only because `prove` turns verify_snapshots on: a snapshot was voided that the
+                   script's own settings would have taken for good
     inconclusive   nothing was shown: a restart did not resume as it should, or kills could not be placed
 
-Holds:   a difference counts even where a restart did not resume; "identical" is never said of a trial that shows nothing.
+Holds:   a difference counts even where a restart did not resume; "identical" is never said of a trial that shows
+         nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from stepwell.prove.compare import Difference, StateComparison
 from stepwell.prove.logs import LogComparison
 from stepwell.prove.moments import Victim
 
-Verdict = Literal["identical", "different", "failed", "inconclusive"]
-EXIT_CODES: Final[dict[Verdict, int]] = {"identical": 0, "different": 1, "failed": 1, "inconclusive": 3}
+Verdict = Literal["identical", "different", "failed", "unguarded", "inconclusive"]
+EXIT_CODES: Final[dict[Verdict, int]] = {"identical": 0, "different": 1, "failed": 1, "unguarded": 1, "inconclusive": 3}
 _UNSEEDED_BY_NATURE: Final = ("numpy", "python")
 _SEEDING: Final = {
     "numpy": "numpy.random.seed(...)",
@@ -62,8 +65,9 @@ class Void:
 
 @dataclass(frozen=True)
 class Failure:
-    """The script ended with an error of its own. `after`: number of the kill before it, 0 for the undisturbed run."""
+    """The script ended with an error of its own. `after`: number of the kill before it, 0 for none."""
 
+    run: str
     after: int
     status: int
     lines: list[str]
@@ -106,11 +110,18 @@ class Proof:
             return "failed"
         if self.differences or (self.logs is not None and not self.logs.is_equal):
             return "different"
+        if self.unguarded is not None:
+            return "unguarded"
         return "inconclusive" if self.doubts else "identical"
 
     @property
+    def unguarded(self) -> Void | None:
+        """The first snapshot that nothing but the content hashes saw to be torn."""
+        return next((void for void in self.voids if void.seen_by == "verify_snapshots"), None)
+
+    @property
     def exit_code(self) -> int:
-        """0 identical, 1 different or failed, 3 inconclusive."""
+        """0 identical; 1 different, failed or unguarded; 3 inconclusive."""
         return EXIT_CODES[self.verdict]
 
     @property
@@ -145,62 +156,64 @@ class Proof:
     def notes(self) -> list[str]:
         """What a person should know beside the verdict."""
         found = []
-        if self.verdict == "identical":
-            found += [
-                f"{name}'s global generator differs between the two runs: it was never seeded, and nothing shows that it "
-                f"was drawn from ({_SEEDING[name]} makes it equal)"
-                for name in self.unseeded
-                if name in _UNSEEDED_BY_NATURE
-            ]
+        if self.verdict == "identical" and self.unseeded:
+            names = " and ".join(f"{name}'s" for name in self.unseeded)
+            seeds = " and ".join(_SEEDING[name] for name in self.unseeded)
+            found.append(
+                f"{names} global generator was never seeded and is not the same in the two runs; nothing shows that it "
+                f"was drawn from, {seeds} would make sure"
+            )
         if self.logs is not None and not self.logs.values:
-            found.append("nothing was logged, so only the final state was compared: ckpt.log(loss=loss) adds every step")
+            found.append(
+                "nothing was logged, so only the final state was compared: ckpt.log(loss=loss) adds every step"
+            )
         if self.ignored:
             found.append(f"logged values not compared: {', '.join(self.ignored)}")
-        for void in self.voids[:3]:
+        groups: dict[tuple[str, str], list[Void]] = {}
+        for void in self.voids:
+            groups.setdefault((void.leaf, void.seen_by), []).append(void)
+        for (leaf, seen_by), voids in groups.items():
             found.append(
-                f"the snapshot of step {void.step} ({void.run} run) was voided: {void.leaf} changed while it was copied, "
-                f"seen by {void.seen_by}; guard the change with `with ckpt.updating():`"
+                f"snapshots voided: {len(voids)}, first that of step {voids[0].step} in {voids[0].run}/, because "
+                f"{leaf} changed while it was copied (seen by {seen_by}); guard the change with `with ckpt.updating():`"
             )
-        if len(self.voids) > 3:
-            found.append(f"{len(self.voids) - 3} more snapshots were voided")
         return found
 
     @property
-    def causes(self) -> list[str]:
-        """The usual causes of a difference, those with evidence first."""
-        if self.verdict != "different":
-            return []
-        found = []
-        if (place := self._place()) is not None:
-            found.append(place)
-        if self.voids:
-            found.append("changes outside every guard: snapshots were voided, see the notes")
-        if self.unseeded:
-            seeds = ", ".join(dict.fromkeys(_SEEDING.get(name, name) for name in self.unseeded))
-            found.append(f"an unseeded generator: {', '.join(self.unseeded)} differ at the end; {seeds}")
-        else:
-            found.append("an unseeded generator: random.Random(), numpy.random.default_rng(), the operating system")
-        found.append("augmentation in loader workers: each worker has generators of its own, which no checkpoint holds")
-        found.append("state that is not tracked: an average of weights, a counter, a buffer, a generator of your own")
-        found.append("non-deterministic kernels: torch.use_deterministic_algorithms(True)")
-        if not self.voids:
-            found.append("tensors changed outside every guard, through .data or numpy: `with ckpt.updating():`")
-        return found
-
-    def _place(self) -> str | None:
-        """Before or after the first resume: that tells a script that does not repeat from one that does not resume."""
+    def place(self) -> str | None:
+        """Where the logged values part: that tells a script that does not repeat from one that does not resume."""
         first = self.logs.first if self.logs is not None else None
         if first is None or not self.kills:
             return None
-        if first.lineage is not None and first.lineage <= min(self.lineage_steps, default=0):
-            return (
-                f"the runs differ at step {first.step} already, before the first kill: the script does not repeat itself, "
-                "kills or not"
-            )
-        resumed = self.lineage_steps.get(first.lineage or 0)
-        if resumed is not None:
-            return f"the first difference is at step {first.step}, in the run that resumed at step {resumed}"
-        return None
+        if self._parts_before_any_kill:
+            return f"before the first kill, at step {first.step}: the script does not repeat itself, kills or not"
+        resumed = None if first.lineage is None else self.lineage_steps.get(first.lineage)
+        return None if resumed is None else f"at step {first.step}, in the attempt that resumed at step {resumed}"
+
+    @property
+    def _parts_before_any_kill(self) -> bool:
+        first = self.logs.first if self.logs is not None else None
+        return first is not None and first.lineage == min(self.lineage_steps, default=0)
+
+    @property
+    def causes(self) -> list[str]:
+        """The usual causes of a difference, the likelier ones first."""
+        if self.verdict != "different":
+            return []
+        unseeded = "an unseeded generator: random.Random(), numpy.random.default_rng(), the operating system"
+        if self.unseeded:
+            seeds = ", ".join(dict.fromkeys(_SEEDING.get(name, name) for name in self.unseeded))
+            unseeded += f"; not the same at the end: {', '.join(self.unseeded)} ({seeds})"
+        untracked = "state that is not tracked: an average of weights, a counter, a buffer, a generator of your own"
+        workers = "augmentation in loader workers: each has generators of its own, which no checkpoint holds"
+        kernels = "non-deterministic kernels: torch.use_deterministic_algorithms(True)"
+        guards = "tensors changed outside every guard, through .data or numpy: `with ckpt.updating():`"
+        if self._parts_before_any_kill:
+            return [unseeded, workers, kernels]
+        ordered = [untracked, unseeded, workers, guards, kernels]
+        if self.voids:  # somebody was seen doing it
+            ordered.sort(key=lambda cause: cause is not guards)
+        return ordered
 
 
 def as_document(proof: Proof) -> dict[str, Any]:
@@ -216,10 +229,11 @@ def as_document(proof: Proof) -> dict[str, Any]:
         "kills": [{**asdict(kill), "redone": kill.redone} for kill in proof.kills],
         "doubts": proof.doubts,
         "notes": proof.notes,
+        "place": proof.place,
         "causes": proof.causes,
         "compared": None
         if proof.states is None
-        else {"leaves": proof.states.leaves, "bytes": proof.states.nbytes, "values": proof.states.values},
+        else {"tensors": proof.states.tensors, "bytes": proof.states.nbytes, "values": proof.states.values},
         "differences": [asdict(item) for item in differences],
         "first_difference": asdict(differences[0]) if differences else None,
         "logged": None if logs is None else asdict(logs),

@@ -2,8 +2,8 @@
 
 Owns:    the directory of a trial, and the loop that watches a run and kills it.
 Before:  nothing.   After: `proof` judges, `report` draws.
-Holds:   whatever happens, no process of the trial outlives it; a kill comes only once a checkpoint was committed, so that
-         there is something to resume; every restart gets further than the kill before it, or the next kill waits.
+Holds:   whatever happens, no process of the trial outlives it; a kill comes only once a checkpoint was committed, so
+         that there is something to resume; each kill lies beyond the one before it.
 
     DIR/prove.json       the result; marks the directory as one that may be replaced
     DIR/reference/       the undisturbed run    DIR/reference.log  what the script printed
@@ -72,8 +72,7 @@ class Trial:
         with undisturbed.command:
             failure = undisturbed.run([])
         if failure is not None:
-            obstacle = f"the script failed by itself, without any kill, with exit status {failure.status}"
-            return replace(proof, failure=failure, obstacle=obstacle)
+            return replace(proof, failure=failure, obstacle="the script fails by itself, without any kill")
         steps = undisturbed.step
         proof = replace(proof, steps=steps, voids=undisturbed.voids())
         first = min(history.committed(undisturbed.tail.lines).values(), default=None)
@@ -103,8 +102,10 @@ class Trial:
             lineage_steps={resume.lineage: resume.step for resume in killed.resumes},
         )
         if failure is not None:
-            obstacle = None if killed.kills else f"the script failed before the first kill: status {failure.status}"
-            return replace(proof, failure=failure, obstacle=obstacle)
+            why = (
+                None if killed.kills else "the script failed before the first kill, although it had run through before"
+            )
+            return replace(proof, failure=failure, obstacle=why)
         states: StateComparison | None = None
         try:
             states = compare_states(last_checkpoint(self.out / "reference"), last_checkpoint(self.out / "killed"))
@@ -133,8 +134,8 @@ def _why_no_kill(out: Path, steps: int, first: int | None) -> str | None:
         return "the script never committed a checkpoint, so there is nothing to resume from"
     if first + 1 > steps - 2:
         return (
-            f"the first checkpoint was that of step {first} of {steps}: no kill could be followed by a resume; choose a "
-            "shorter interval, as Every(steps=...), or train for longer"
+            f"the first checkpoint was that of step {first} of {steps}: no kill could be followed by a resume; choose "
+            "a shorter interval, as Every(steps=...), or train for longer"
         )
     return None
 
@@ -168,7 +169,7 @@ class _Watch:
             if status is not None:
                 self._read_tail()
                 self.seconds = time.monotonic() - began
-                return None if status == 0 else Failure(len(self.kills), status, self.command.last_lines())
+                return None if status == 0 else Failure(self._name, len(self.kills), status, self.command.last_lines())
         raise AssertionError("an attempt without a kill ends by itself")
 
     def _attend(self, moment: Moment | None) -> int | None:

@@ -28,12 +28,17 @@ class Lineage:
     source: str | None
     restore_seconds: float
     path: list[Point] = field(default_factory=list)
-    iterations: list[Point] = field(default_factory=list)
 
     @property
     def end(self) -> Point:
         """The last thing known of it."""
         return self.path[-1]
+
+    @property
+    def iterations(self) -> list[Point]:
+        """Steps whose length is known: the one before was seen too. The first one after a start is loading as well."""
+        pairs = zip(self.path[1:], self.path[2:], strict=False)
+        return [Point(b.time, b.step, b.time - a.time) for a, b in pairs if b.step == a.step + 1]
 
 
 @dataclass
@@ -46,6 +51,11 @@ class Story:
     snapshots: list[Point] = field(default_factory=list)
     commits: list[Point] = field(default_factory=list)
     voids: list[Point] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """How far the run got."""
+        return max((life.end.step for life in self.lineages), default=0)
 
     @property
     def seconds(self) -> float:
@@ -78,8 +88,10 @@ def tell(lines: Iterable[dict[str, Any]]) -> Story:
                 story.stalls.append(Point(point.time, point.step, event["stall_seconds"]))
             elif kind == "snapshot-void":
                 story.voids.append(point)
+            elif kind == "finished":
+                _finish(lives.get(event["lineage"]), point)
             if kind in ("log", "snapshot") and event["lineage"] in lives:
-                _advance(lives[event["lineage"]], point, is_log=kind == "log")
+                _advance(lives[event["lineage"]], point)
     return story or Story(began=0.0)
 
 
@@ -90,10 +102,15 @@ def _begin(event: dict[str, Any], restored: dict[str, Any] | None, began: float)
     return Lineage(event["lineage"], start, source, seconds, path=[start])
 
 
-def _advance(life: Lineage, point: Point, *, is_log: bool) -> None:
-    """Only the first sign of a step counts: several values may be logged in it."""
-    if point.step <= life.end.step:
-        return
-    if is_log and point.step == life.end.step + 1 and life.end is not life.start:
-        life.iterations.append(Point(point.time, point.step, point.time - life.end.time))
-    life.path.append(point)
+def _advance(life: Lineage, point: Point) -> None:
+    """The last sign of a step counts: what an epoch's end logs belongs to the next step and comes long before it."""
+    if point.step == life.end.step and len(life.path) > 1:
+        life.path[-1] = point
+    elif point.step > life.end.step:
+        life.path.append(point)
+
+
+def _finish(life: Lineage | None, point: Point) -> None:
+    """What was logged after the last step belongs to a step that never came."""
+    while life is not None and len(life.path) > 1 and life.end.step > point.step:
+        life.path.pop()

@@ -2,7 +2,8 @@
 
 Owns:    reading blocks from a file (direct, several threads) or from the arena, and comparing checksums.
 Not:     where the bytes go (`deliver`).
-Holds:   memory use is a few blocks, whatever the size of the state; nothing unverified is delivered.
+Holds:   memory use is a few blocks, whatever the size of the state; nothing unverified is delivered; a shard whose own
+         header tells another story than the record is damaged.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from stepwell.errors import DamagedError
+from stepwell.format import dtypes, shard
 from stepwell.format.checksum import block_digest
 from stepwell.format.record import FileEntry, LeafEntry, Record
 from stepwell.store import files
@@ -116,9 +118,32 @@ def read_record_leaves(
             source = open_source(file)
             try:
                 total += read_file(source, file, leaves, deliver, check_all=wanted is None)
+                if wanted is None and file.kind == "safetensors":
+                    check_header(source, file, leaves)
             finally:
                 source.close()
     return total
+
+
+def check_header(source: Source, file: FileEntry, leaves: Sequence[LeafEntry]) -> None:
+    """Whether stock safetensors would find in this shard what the record says: all of its leaves, each in its place."""
+    nbytes = min((leaf.start for leaf in leaves), default=file.nbytes)
+    if nbytes > shard.MAX_HEADER_BYTES + 8:
+        raise DamagedError(f"{source.label}: a header of {nbytes} bytes", path=source.label, found=nbytes)
+    with mmap.mmap(-1, nbytes) as memory, memoryview(memory) as buffer, source.read(0, nbytes, buffer) as data:
+        header = bytes(data)
+    if shard.header_bytes(header, file.nbytes, path=source.label) != nbytes:
+        raise DamagedError(f"{source.label}: the header does not end where the data begins", path=source.label)
+    found = shard.parse_header(header, file.nbytes, path=source.label)
+    for leaf in leaves:
+        if found.pop(leaf.name, None) != (*dtypes.stored_as(leaf.dtype, leaf.shape), leaf.start, leaf.end):
+            raise DamagedError(
+                f"{source.label}: the header says otherwise about leaf {leaf.name!r} than the record",
+                path=source.label,
+                leaf=leaf.name,
+            )
+    if found:
+        raise DamagedError(f"{source.label}: the record lacks leaf {min(found)!r}", path=source.label, leaf=min(found))
 
 
 def read_file(

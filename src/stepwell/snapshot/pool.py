@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stepwell import events
-from stepwell.arena.memory import Arena, ArenaShape, available_bytes, whole_pages
+from stepwell.arena.memory import HEADER_BYTES, PAGE, Arena, ArenaShape, available_bytes, whole_pages
 from stepwell.format.checksum import BLOCK_BYTES
 from stepwell.snapshot.plan import Plan
 
@@ -121,8 +121,9 @@ class SlotPool:
         self.reason = (
             f"{why} of {limit} bytes has no room for a snapshot of {need + frozen}: saves are streamed, blocking"
         )
+        chunk = max(PAGE, min(BLOCK_BYTES, (limit - HEADER_BYTES) // 2 // PAGE * PAGE))
         try:
-            return Arena.allocate(ArenaShape(generation, 2, BLOCK_BYTES, 0))
+            return Arena.allocate(ArenaShape(generation, 2, chunk, 0))
         except OSError:
             return None
 

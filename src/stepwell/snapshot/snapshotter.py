@@ -25,7 +25,7 @@ from stepwell.snapshot.host import Copier, HostCopy
 from stepwell.snapshot.inflight import Inflight
 from stepwell.snapshot.plan import Plan, make_plan, signature
 from stepwell.snapshot.pool import Slot, SlotPool
-from stepwell.snapshot.stream import ChunkAcks, stream_image
+from stepwell.snapshot.stream import Answers, stream_image
 from stepwell.state.flatten import Flat, Leaf, dtype_from
 from stepwell.state.roles import Role, assign_roles
 from stepwell.state.tracked import Tracked
@@ -53,7 +53,7 @@ class Snapshotter:
         self._log = log
         self._client = client
         self.pool = SlotPool(cap_bytes=host_memory, pages=CudaPages(), log=log)
-        self.acks = ChunkAcks()
+        self.answers = Answers()
         self._copier = Copier()
         self._device = DeviceCopier()
         self._fingerprints = Fingerprints()
@@ -62,7 +62,7 @@ class Snapshotter:
         self._numbers = 0
         self._inflight: Inflight | None = None
         self._blocking_next = False
-        self._strategy: Strategy = "overlap"
+        self._strategy: Strategy | None = None
         self._waits: dict[str, float] = {}
         self._targets: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         self._on_settled = on_settled
@@ -162,7 +162,10 @@ class Snapshotter:
         if self.pool.is_streaming:
             return self._take_streamed(flat, plan, meta)
         sequence = self._number()
-        slot = self.pool.claim(sequence, block=block)
+        slot = self.pool.claim(sequence, block=False)
+        if slot is None:
+            self._client.send({"type": "make_room"})  # with one slot, one that failed is in the way of a newer one
+            slot = self.pool.claim(sequence, block=True) if block else None
         if slot is None:
             return "both slots are still being written: storage does not keep up"
         inflight = self._start(flat, plan, roles, meta, sequence, slot)
@@ -265,9 +268,12 @@ class Snapshotter:
     def _take_streamed(self, flat: Flat, plan: Plan, meta: dict[str, Any]) -> Inflight:
         arena = self.pool.arena
         assert arena is not None
-        return stream_image(
-            self._client, arena, flat, plan, meta, sequence=self._number(), log=self._log, acks=self.acks
+        inflight = stream_image(
+            self._client, arena, flat, plan, meta, number=self._number, log=self._log, answers=self.answers
         )
+        if inflight.void is not None:
+            self._on_settled(inflight)
+        return inflight
 
     # -- strategy -----------------------------------------------------------------------------------------------------
 
@@ -294,7 +300,7 @@ class Snapshotter:
                     return "overlap"
             self._switch("device", step, "asked for" if self._wanted == "device" else "waits less at the gate")
         else:
-            self._switch("overlap", step, "waits less at the gate")
+            self._switch("overlap", step, "waits less at the gate" if self._waits else "nothing is measured yet")
         return wanted
 
     def _switch(self, strategy: Strategy, step: int, reason: str) -> None:

@@ -7,44 +7,50 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from stepwell import events
 from stepwell.agent.client import AgentClient
+from stepwell.arena.channel import Message
 from stepwell.arena.memory import Arena
-from stepwell.errors import AgentError
 from stepwell.format import dtypes
 from stepwell.snapshot.guard import Fingerprints, Guard
-from stepwell.snapshot.inflight import Inflight, has_non_finite
+from stepwell.snapshot.inflight import Inflight, Void, has_non_finite
 from stepwell.snapshot.plan import Plan
 from stepwell.state.flatten import Flat
 
 _ANSWER_SECONDS = 120.0
+_TRIES = 3
 
 
-class ChunkAcks:
-    """Answers of the agent to chunks, handed from the listening thread to the saving one."""
+class Answers:
+    """What the agent says while a save is streamed, handed from the listening thread to the saving one."""
 
     def __init__(self) -> None:
-        self._answers: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
-    def put(self) -> None:
-        """The agent wrote a chunk (or gave up on it)."""
-        self._answers.put(None)
+    def put(self, message: Message) -> None:
+        """The agent (or its keeper: `replaced`, `lost`) said something."""
+        self._messages.put(message)
 
     def clear(self) -> None:
-        """Forget answers of an earlier save."""
-        while not self._answers.empty():
-            self._answers.get()
+        """Forget what was said about earlier saves."""
+        while not self._messages.empty():
+            self._messages.get()
 
-    def wait(self) -> None:
-        """Block until the agent wrote one more chunk. Raises AgentError if it does not answer."""
-        try:
-            self._answers.get(timeout=_ANSWER_SECONDS)
-        except queue.Empty:
-            raise AgentError(f"the agent did not write a chunk within {_ANSWER_SECONDS:.0f} s") from None
+    def wait(self, sequence: int) -> str:
+        """Block for the next word about this save: its kind, or `silent` if none comes."""
+        while True:
+            try:
+                message = self._messages.get(timeout=_ANSWER_SECONDS)
+            except queue.Empty:
+                return "silent"
+            if message.get("sequence", sequence) == sequence:
+                kind: str = message["type"]
+                return kind
 
 
 def stream_image(
@@ -54,14 +60,17 @@ def stream_image(
     plan: Plan,
     meta: dict[str, Any],
     *,
-    sequence: int,
+    number: Callable[[], int],
     log: events.EventLog,
-    acks: ChunkAcks,
+    answers: Answers,
 ) -> Inflight:
-    """Send the whole image. Returns when the agent has every byte; the commit follows asynchronously."""
+    """Save through the agent, chunk by chunk. Returns when it is committed or failed; void if no agent took it.
+
+    Training stands still, so an agent that dies meanwhile only means to begin again.
+    """
     inflight = Inflight(
         step=meta["step"],
-        sequence=sequence,
+        sequence=0,
         slot=0,
         arena=arena,
         strategy="streamed",
@@ -74,39 +83,60 @@ def stream_image(
         targets={},
         checked=[],
     )
+    outcome = "replaced"
+    for _ in range(_TRIES):
+        if outcome == "replaced":
+            inflight.sequence = number()
+            answers.clear()
+            outcome = _send(client, arena, flat, plan, meta, inflight, answers)
+    inflight.stall_seconds = time.monotonic() - inflight.started
+    inflight.done.set()
+    if outcome not in ("durable", "failed"):
+        inflight.void = Void("?", "the agent died or fell silent while it was streamed")
+        log.emit(events.PersistFailed(step=inflight.step, error=inflight.void.seen_by, action="trying again soon"))
+    elif outcome == "durable":
+        log.emit(
+            events.Snapshot(
+                step=inflight.step,
+                sequence=inflight.sequence,
+                strategy="streamed",
+                nbytes=plan.live.nbytes,
+                stall_seconds=inflight.stall_seconds,
+                copy_seconds=inflight.stall_seconds,
+            )
+        )
+    inflight.staged.set_result(None)
+    return inflight
+
+
+def _send(
+    client: AgentClient,
+    arena: Arena,
+    flat: Flat,
+    plan: Plan,
+    meta: dict[str, Any],
+    inflight: Inflight,
+    answers: Answers,
+) -> str:
+    """One try. Returns the last word about it: durable, failed, replaced, lost or silent."""
+    sequence, shape = inflight.sequence, arena.shape
     arena.claim(0)
-    message = {"type": "stream", **meta, "sequence": sequence, "slot": 0, "layout": plan.number, "frozen": 0}
-    client.send({**message, "generation": arena.shape.generation})
-    acks.clear()
-    chunk, outstanding = arena.shape.slot_bytes, 0
-    for number, start in enumerate(range(0, plan.live.nbytes, chunk)):
-        if outstanding == arena.shape.slots:
-            acks.wait()
-            outstanding -= 1
-        slot, end = number % arena.shape.slots, min(start + chunk, plan.live.nbytes)
+    facts = {"sequence": sequence, "slot": 0, "layout": plan.number, "frozen": 0, "generation": shape.generation}
+    client.send({"type": "stream", **meta, **facts})
+    starts = range(0, plan.live.nbytes, shape.slot_bytes)
+    for number, start in enumerate(starts):
+        if number >= shape.slots and (word := answers.wait(sequence)) != "chunk_done":
+            return word
+        slot, end = number % shape.slots, min(start + shape.slot_bytes, plan.live.nbytes)
         _fill(arena.image(slot, end - start), start, end, flat, plan)
         client.send({"type": "chunk", "sequence": sequence, "slot": slot, "nbytes": end - start})
-        outstanding += 1
-    for _ in range(outstanding):
-        acks.wait()
+    for _ in range(min(len(starts), shape.slots)):
+        if (word := answers.wait(sequence)) != "chunk_done":
+            return word
     inflight.suspects = _suspects(flat, plan)
     first = plan.places[inflight.suspects[0]].index if inflight.suspects else 0
     client.send({"type": "stream_end", "sequence": sequence, "suspects": len(inflight.suspects), "first": first})
-    inflight.stall_seconds = time.monotonic() - inflight.started
-    inflight.done.set()
-    inflight.staged.set_result(None)
-    waited = inflight.stall_seconds
-    log.emit(
-        events.Snapshot(
-            step=inflight.step,
-            sequence=sequence,
-            strategy="streamed",
-            nbytes=plan.live.nbytes,
-            stall_seconds=waited,
-            copy_seconds=waited,
-        )
-    )
-    return inflight
+    return answers.wait(sequence)
 
 
 def _fill(target: memoryview, start: int, end: int, flat: Flat, plan: Plan) -> None:

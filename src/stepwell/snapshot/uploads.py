@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from stepwell.errors import PersistError
 
+_REMEMBERED = 8
+
 
 @dataclass(frozen=True)
 class SaveHandle:
@@ -60,8 +62,10 @@ class Uploads:
     def forget(self, sequence: int) -> None:
         """The agent has let go of it. One that was never committed is a failure."""
         self.fail(sequence, PersistError("given up: a newer snapshot took its place"))
-        with self._lock:
-            self._futures.pop(sequence, None)
+        with self._lock:  # a fast agent may be here before the training thread asks for the future: the last few stay
+            decided = sorted(number for number, future in self._futures.items() if future.done())
+            for number in decided[:-_REMEMBERED]:
+                del self._futures[number]
 
     def fail_all(self, error: PersistError) -> None:
         """Nothing will be committed any more."""

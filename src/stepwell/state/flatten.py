@@ -117,10 +117,10 @@ class _Collector:
         return {"$ndarray": {"leaf": name, "dtype": value.dtype.str, "shape": list(value.shape)}}
 
     def _scalar(self, numpy: Any, value: Any, path: tree.Path) -> Any:
-        if type(value) is numpy.str_:  # numpy's own bytes lose an empty string and trailing zeros
-            return {"$npstr": tree.encode(str(value), path, self.extern)}
+        if type(value) is numpy.str_:  # numpy's conversions lose trailing zeros, and its types an empty text
+            return {"$npstr": tree.encode("".join(value), path, self.extern)}
         if type(value) is numpy.bytes_:
-            return {"$npbytes": base64.b64encode(value).decode()}
+            return {"$npbytes": base64.b64encode(bytes(list(value))).decode()}
         _check_array_type(numpy, value, path)
         return {"$npscalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
 

@@ -7,6 +7,7 @@ Holds:   a name that is visible holds complete bytes; after a failed fsync the f
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Final
@@ -83,11 +84,9 @@ def rename(source: Path, target: Path) -> None:
 def make_directory(path: Path) -> None:
     """Create a directory and make its name durable; fine if it is there."""
     file_operation("mkdir", path)
-    try:
+    with contextlib.suppress(FileExistsError):
         os.mkdir(path)
-    except FileExistsError:
-        return
-    sync_directory(path.parent)
+    sync_directory(path.parent)  # even if it was there: whoever made it may have died, or failed, before this line
 
 
 def list_names(path: Path) -> list[str]:

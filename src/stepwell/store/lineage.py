@@ -7,11 +7,13 @@ Holds:   two processes that start at once get two different lineages; a checkpoi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from stepwell.errors import ConfigError, DamagedError
@@ -31,10 +33,24 @@ def open_run(paths: RunPaths, *, seed: int | None) -> Run:
         if seed is not None and (type(seed) is not int or not 0 <= seed < MAX_SEED):
             raise ConfigError(f"seed={seed!r}: give a whole number from 0 to 2**64 - 1", found=seed)
         _refuse_orphans(paths)
-        _make_root(paths.root)
         fresh = Run(id=secrets.token_hex(8), seed=secrets.randbits(63) if seed is None else seed, created=time.time())
-        files.put_new(paths.run, fresh.dump(), point="run")
+        with _opening(paths):
+            _make_root(paths.root)
+            files.put_new(paths.run, fresh.dump(), point="run")
     return read_run(paths)
+
+
+@contextlib.contextmanager
+def _opening(paths: RunPaths) -> Iterator[None]:
+    """Say what a file system that fails means to the person who starts a run."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the run in {paths.root} cannot be opened for writing: {error}; make room or repair the file system, or "
+            "give the run another directory",
+            path=str(paths.root),
+        ) from error
 
 
 def _refuse_orphans(paths: RunPaths) -> None:
@@ -93,13 +109,14 @@ def newest_number(paths: RunPaths) -> int:
 
 def create_next(paths: RunPaths, *, parent: int, step: int) -> Lineage:
     """Take the next free number. Whoever links the name first has it; the others go on to the next one."""
-    files.make_directory(paths.lineages)
-    number = newest_number(paths)
-    while number < _MAX_LINEAGES:
-        number += 1
-        lineage = Lineage(number=number, parent=parent, step=step, created=time.time(), host=socket.gethostname())
-        if files.put_new(paths.lineage(number), lineage.dump(), point="lineage"):
-            return lineage
+    with _opening(paths):
+        files.make_directory(paths.lineages)
+        number = newest_number(paths)
+        while number < _MAX_LINEAGES:
+            number += 1
+            lineage = Lineage(number=number, parent=parent, step=step, created=time.time(), host=socket.gethostname())
+            if files.put_new(paths.lineage(number), lineage.dump(), point="lineage"):
+                return lineage
     raise DamagedError(f"{paths.lineages}: more than {_MAX_LINEAGES} lineages", path=str(paths.lineages))
 
 

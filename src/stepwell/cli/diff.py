@@ -1,0 +1,82 @@
+"""`stepwell diff`: two checkpoints side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from stepwell.cli import wording
+from stepwell.cli.bar import bar
+from stepwell.cli.locate import Found, locate
+from stepwell.cli.output import Column, json_option, print_json, print_table
+from stepwell.interchange.compare import Change, Comparison, compare
+
+_COLUMNS = (Column("what"), Column("where"), Column("how"))
+
+
+@click.command()
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@json_option
+def diff(a: str, b: str, as_json: bool) -> None:
+    """Compare two checkpoints, tensor by tensor and value by value.
+
+    A and B are RUN (the checkpoint a restart would use), RUN@STEP, or a checkpoint's own directory. Exit code 1 if they
+    differ.
+    """
+    left, right = locate(a), locate(b)
+    records = left.record(), right.record()
+    with bar("comparing", sum(leaf.end - leaf.start for leaf in records[0].leaves)) as progress:
+        found = compare((records[0], left.entry.path), (records[1], right.entry.path), progress.add)
+    if as_json:
+        print_json(_document(left, right, found))
+    else:
+        _print(left, right, found)
+    if found.changes:
+        raise SystemExit(1)
+
+
+def _print(left: Found, right: Found, found: Comparison) -> None:
+    same = f"{wording.count(found.equal_tensors, 'tensor')} and {wording.count(found.equal_values, 'value')} equal"
+    if not found.changes:
+        click.echo(f"no difference: {same}")
+        return
+    click.echo(f"a: {left.label}\nb: {right.label}")
+    print_table(_COLUMNS, [[change.kind, change.path, _how(change)] for change in found.changes])
+    click.echo(f"{wording.count(len(found.changes), 'difference')}; {same}")
+
+
+def _how(change: Change) -> str:
+    gap = change.distance
+    if gap is None:
+        return " -> ".join(text for text in (change.a, change.b) if text is not None)
+    text = f"{gap.different} of {change.elements}"
+    if gap.largest is not None:
+        text += f", by {gap.largest:.3g} at most"
+    if gap.non_finite:
+        text += f", {gap.non_finite} not finite"
+    return text
+
+
+def _document(left: Found, right: Found, found: Comparison) -> dict[str, Any]:
+    return {
+        "a": left.label,
+        "b": right.label,
+        "equal": not found.changes,
+        "equal_tensors": found.equal_tensors,
+        "equal_values": found.equal_values,
+        "differences": [
+            {
+                "kind": change.kind,
+                "path": change.path,
+                "a": change.a,
+                "b": change.b,
+                "elements": change.elements,
+                "different": None if change.distance is None else change.distance.different,
+                "max_abs": None if change.distance is None else change.distance.largest,
+                "non_finite": None if change.distance is None else change.distance.non_finite,
+            }
+            for change in found.changes
+        ],
+    }

@@ -1,0 +1,188 @@
+"""`stepwell verify`: every byte of a run, read and compared with its checksums.
+
+Owns:    which files are read (each inode once, however many checkpoints link it), and the verdict on each checkpoint.
+Holds:   a checkpoint is whole only if its manifest, its records and all bytes of all its files are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stepwell.cli import wording
+from stepwell.cli.bar import bar
+from stepwell.cli.locate import split, step_option
+from stepwell.cli.output import json_option, print_json, print_wrapped
+from stepwell.errors import ConfigError, DamagedError
+from stepwell.format.manifest import Lineage
+from stepwell.format.record import FileEntry
+from stepwell.restore.read import FileSource, read_file
+from stepwell.store import catalog, files
+from stepwell.store.lineage import read_history, read_run
+from stepwell.store.paths import RunPaths
+from stepwell.types import CheckpointId
+
+_Key = tuple[int, int, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One checkpoint: what is wrong with it, one sentence for each file; empty if it is whole."""
+
+    id: CheckpointId
+    nbytes: int
+    damage: list[str]
+
+
+@click.command()
+@click.argument("run")
+@step_option
+@json_option
+def verify(run: str, step: int | None, as_json: bool) -> None:
+    """Read every byte of every checkpoint of RUN and compare it with its checksum.
+
+    Exit code 1 if a checkpoint, or one of the run's own small files, is damaged: the file and the range of bytes are
+    named. What was never committed is no checkpoint and is not looked at.
+    """
+    paths, step, id = split(run, step)
+    entries = [
+        entry
+        for entry in ([catalog.judge(paths, id, read_history(paths))] if id is not None else catalog.scan(paths))
+        if entry.is_committed and (step is None or entry.id.step == step)
+    ]
+    if not entries:
+        wanted = "" if step is None else f" of step {step}"
+        raise ConfigError(f"{run}: no checkpoint{wanted} to verify; `stepwell ls {paths.root}` shows what is there")
+    of_run = [] if id is not None or step is not None else list(_check_run(paths))
+    total = sum(entry.manifest.nbytes for entry in entries if entry.manifest is not None)
+    with bar("verifying", total) as progress:
+        verdicts = list(_check_all(paths, entries, progress.add))
+    damaged = [verdict for verdict in verdicts if verdict.damage]
+    if as_json:
+        print_json(_document(paths, verdicts, of_run))
+    else:
+        _print(verdicts, of_run, damaged)
+    if damaged or of_run:
+        raise SystemExit(1)
+
+
+def _check_run(paths: RunPaths) -> Iterator[str]:
+    """The run's identity and its histories: small, and a restart needs them."""
+    try:
+        read_run(paths)
+    except DamagedError as error:
+        yield str(error)
+    names = sorted(os.listdir(paths.lineages)) if paths.lineages.is_dir() else []
+    for name in names:
+        path = paths.lineages / name
+        if name.endswith(".json"):
+            try:
+                Lineage.load(files.get(path), path=str(path))
+            except DamagedError as error:
+                yield str(error)
+
+
+def _check_all(paths: RunPaths, entries: list[catalog.Entry], add: Callable[[int], None]) -> Iterator[Verdict]:
+    known: dict[_Key, str | None] = {}
+    for entry in entries:
+        verdict = _check(paths, entry, known, add)
+        if not verdict.damage or os.path.lexists(paths.manifest(entry.id)):
+            yield verdict  # else a live run pruned it while we read: nothing is wrong
+
+
+def _check(paths: RunPaths, entry: catalog.Entry, known: dict[_Key, str | None], add: Callable[[int], None]) -> Verdict:
+    manifest = entry.manifest
+    if manifest is None:
+        return Verdict(entry.id, 0, [entry.damage or "no manifest"])
+    damage = []
+    for rank in range(manifest.world_size):
+        try:
+            record = catalog.read_record(paths, manifest, rank)
+        except DamagedError as error:
+            damage.append(str(error))
+            continue
+        for file in record.files:
+            problem = _check_file(paths, entry, file, known, add)
+            if problem is not None:
+                damage.append(problem)
+    return Verdict(entry.id, manifest.nbytes, damage)
+
+
+def _check_file(
+    paths: RunPaths,
+    entry: catalog.Entry,
+    file: FileEntry,
+    known: dict[_Key, str | None],
+    add: Callable[[int], None],
+) -> str | None:
+    """What is wrong with a file. One that several checkpoints link, with the same checksums, is read once."""
+    path = entry.path / file.name
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    key = (found.st_dev, found.st_ino, file.blocks)
+    if key in known:
+        add(file.nbytes)
+        problem = known[key]
+        return None if problem is None else f"{path}: the same file as in a newer checkpoint, damaged there too"
+    known[key] = _read_all(path, file, add)
+    return known[key]
+
+
+def _read_all(path: Path, file: FileEntry, add: Callable[[int], None]) -> str | None:
+    try:
+        source = FileSource(path)
+        try:
+            read_file(source, file, [], _ignore, check_all=True, on_block=add)
+        finally:
+            source.close()
+    except DamagedError as error:
+        return str(error)
+    return None
+
+
+def _ignore(*_: Any) -> None:
+    """Nobody wants the bytes; they were checked."""
+
+
+def _print(verdicts: list[Verdict], of_run: list[str], damaged: list[Verdict]) -> None:
+    for problem in of_run:
+        print_wrapped(f"damaged  {problem}", indent="  ")
+    for verdict in verdicts:
+        word = "damaged" if verdict.damage else "whole  "
+        click.echo(f"{word}  {verdict.id}  {wording.size(verdict.nbytes)}")
+        for problem in verdict.damage:
+            print_wrapped(f"  {problem}", indent="    ")
+    if damaged:
+        whole = len(verdicts) - len(damaged)
+        print_wrapped(
+            f"{wording.count(len(damaged), 'checkpoint')} damaged, {whole} whole. A restart passes over damaged ones; "
+            "`stepwell prune` removes them once enough good ones are there."
+        )
+    elif not of_run:
+        total = wording.size(sum(verdict.nbytes for verdict in verdicts))
+        click.echo(f"{wording.count(len(verdicts), 'checkpoint')} whole, {total}")
+
+
+def _document(paths: RunPaths, verdicts: list[Verdict], of_run: list[str]) -> dict[str, Any]:
+    return {
+        "run": str(paths.root),
+        "whole": not of_run and not any(verdict.damage for verdict in verdicts),
+        "damage": of_run,
+        "checkpoints": [
+            {
+                "checkpoint": verdict.id.directory,
+                "step": verdict.id.step,
+                "whole": not verdict.damage,
+                "nbytes": verdict.nbytes,
+                "damage": verdict.damage,
+            }
+            for verdict in verdicts
+        ],
+    }

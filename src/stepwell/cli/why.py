@@ -1,0 +1,134 @@
+"""`stepwell why`: which checkpoint a restart would use, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from stepwell.cli.liveness import Life, look_for_life
+from stepwell.cli.locate import find_run
+from stepwell.cli.output import json_option, print_json, print_wrapped
+from stepwell.cli.survey import survey
+from stepwell.events import read_events
+from stepwell.restore.plan import Choice, choose
+from stepwell.store.lineage import read_history
+from stepwell.store.paths import RunPaths
+from stepwell.types import CheckpointId
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """The newest complete snapshot that an agent of this machine may hold, by the run's event log."""
+
+    step: int
+    agent_pid: int
+    is_suspect: bool
+
+
+@click.command()
+@click.argument("run")
+@click.option("--before", type=click.IntRange(min=1), help="As restore(before=STEP).")
+@click.option("--step", type=click.IntRange(min=0), help="As restore(step=STEP).")
+@json_option
+def why(run: str, before: int | None, step: int | None, as_json: bool) -> None:
+    """Say which checkpoint of RUN a restart would use, and for each of the others why it would not.
+
+    Looks at manifests, records and sizes. A restart also reads every byte and goes on to the next choice if one is
+    wrong; `stepwell verify` does that reading.
+    """
+    paths = find_run(run)
+    life = look_for_life(paths)
+    choices = choose([item.entry for item in survey(paths)], step=step, before=before)
+    memory = newest_in_memory(paths, life, step=step, before=before)
+    if as_json:
+        print_json(_document(paths, choices, memory, life))
+        return
+    if memory is not None and _is_preferred(memory, choices):
+        print_wrapped(_memory_sentence(memory, life), indent="  ")
+    chosen = [choice for choice in choices if choice.rank == 0]
+    if not chosen:
+        print_wrapped(_nothing(run, choices), indent="  ")
+    for choice in choices:
+        mark = "->" if choice.rank == 0 else "  "
+        print_wrapped(f"{mark} {choice.entry.id}  {choice.reason}", indent="     ")
+    if life.is_alive:
+        print_wrapped(f"in use: {life.why}")
+
+
+def newest_in_memory(paths: RunPaths, life: Life, *, step: int | None, before: int | None) -> InMemory | None:
+    """What a restart on this machine could take over from a listening agent. None if there is no agent.
+
+    The agent itself is not asked: asking it is adopting it.
+    """
+    if not life.agent_pids:
+        return None
+    history, snapshots, suspects = read_history(paths), [], set()
+    for event in read_events(paths.events):
+        lineage, at = event.get("lineage"), event.get("step")
+        if not isinstance(lineage, int) or not isinstance(at, int):
+            continue
+        id = CheckpointId(at, 0, lineage)
+        if event["kind"] == "suspect":
+            suspects.add(id)
+        elif event["kind"] == "snapshot" and history.is_live(id):
+            snapshots.append(id)
+    wanted = [id for id in snapshots[-1:] if (step is None or id.step == step) and (before is None or id.step < before)]
+    if not wanted:
+        return None
+    return InMemory(step=wanted[0].step, agent_pid=life.agent_pids[-1], is_suspect=wanted[0] in suspects)
+
+
+def _is_preferred(memory: InMemory, choices: Sequence[Choice]) -> bool:
+    """Whether a restart would take it rather than the best one on disk. Memory wins at the same step."""
+    best = next((choice.entry for choice in choices if choice.rank == 0), None)
+    if best is None:
+        return True
+    suspect_on_disk = best.manifest is not None and best.manifest.suspect is not None
+    if memory.is_suspect != suspect_on_disk:
+        return suspect_on_disk
+    return memory.step >= best.id.step
+
+
+def _memory_sentence(memory: InMemory, life: Life) -> str:
+    holder = f"agent {memory.agent_pid} on this machine holds step {memory.step} in memory"
+    if life.trainer_pid is not None:
+        return f"{holder}; if its trainer, process {life.trainer_pid}, died now, a restart here would use that"
+    return f"{holder}; a restart here, before the agent gives up waiting, uses that rather than the disk"
+
+
+def _nothing(run: str, choices: Sequence[Choice]) -> str:
+    if not any(choice.entry.is_committed for choice in choices):
+        return f"nothing to restore: a restart in {run} starts fresh"
+    return (
+        "no checkpoint can be used: restore() would raise an error. restore(step=...) takes an abandoned one; "
+        "another directory starts anew"
+    )
+
+
+def _document(paths: RunPaths, choices: Sequence[Choice], memory: InMemory | None, life: Life) -> dict[str, Any]:
+    preferred = memory is not None and _is_preferred(memory, choices)
+    return {
+        "run": str(paths.root),
+        "alive": life.is_alive,
+        "chosen": next((choice.entry.id.directory for choice in choices if choice.rank == 0), None),
+        "memory": None
+        if memory is None
+        else {
+            "step": memory.step,
+            "agent_pid": memory.agent_pid,
+            "suspect": memory.is_suspect,
+            "preferred": preferred,
+        },
+        "checkpoints": [
+            {
+                "checkpoint": choice.entry.id.directory,
+                "step": choice.entry.id.step,
+                "rank": choice.rank,
+                "reason": choice.reason,
+            }
+            for choice in choices
+        ],
+    }

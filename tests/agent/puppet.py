@@ -1,0 +1,259 @@
+"""A trainer without torch: everything the agent sees of one, and nothing else.
+
+It opens the run, starts the agent as a real process, fills slots with bytes that follow from (step, salt), and waits
+for what the agent says. Starting one takes milliseconds, so faults can be tried one by one at every file operation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from stepwell import events
+from stepwell.agent.client import AgentClient
+from stepwell.agent.queue import Layout, Pending
+from stepwell.arena.channel import Message
+from stepwell.arena.memory import FROZEN, Arena, ArenaShape, whole_pages
+from stepwell.format.record import LeafEntry, Record
+from stepwell.format.shard import LeafSpec, ShardLayout, lay_out
+from stepwell.restore.read import FileSource, read_record_leaves
+from stepwell.store import catalog
+from stepwell.store.lineage import create_next, open_run
+from stepwell.store.paths import RunPaths
+from stepwell.types import CheckpointId, Keep, Owner
+
+DEADLINE_SECONDS = 30.0
+LEAF_BYTES = 10_000
+ROOT = Path(__file__).parents[2]
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {DEADLINE_SECONDS:.0f} s: {what}"
+        time.sleep(0.001)
+    return found
+
+
+def content(step: int, nbytes: int) -> bytes:
+    """The bytes of a leaf at a step."""
+    return hashlib.shake_256(b"%d" % step).digest(nbytes)
+
+
+class Puppet:
+    """One trainer's end. `start` makes the agent appear, `save` does what a snapshot does."""
+
+    def __init__(self, root: Path, *, leaf_bytes: int = LEAF_BYTES, frozen_bytes: int = 0, linger: float = 0.0) -> None:
+        self.paths = RunPaths(root)
+        self.live = lay_out([LeafSpec("model/w", "uint8", (leaf_bytes,))])
+        self.frozen = lay_out([LeafSpec("model/base", "uint8", (frozen_bytes,))]) if frozen_bytes else None
+        self.log = events.EventLog(self.paths.events, who="trainer")
+        self.messages: list[Message] = []
+        self.client = AgentClient(self.log, self._on_message)
+        self._heard = threading.Condition()
+        self._linger = linger
+        self._number = 0
+
+    def _on_message(self, message: Message) -> None:
+        with self._heard:
+            self.messages.append(message)
+            self._heard.notify_all()
+
+    def start(self, *, parent: int = 0, step: int = 0) -> None:
+        """Open the run, start the agent, give it arena and layout."""
+        self.run = open_run(self.paths, seed=1)
+        self.lineage = create_next(self.paths, parent=parent, step=step).number
+        self._number = self.lineage << 32
+        self.client.start(self.hello())
+        self.prepare()
+
+    def hello(self) -> Message:
+        return {
+            "type": "hello",
+            "pid": os.getpid(),
+            "run": self.run.id,
+            "root": str(self.paths.root),
+            "lineage": self.lineage,
+            "rank": 0,
+            "world_size": 1,
+            "keep": asdict(Keep()),
+            "linger": self._linger,
+        }
+
+    def prepare(self) -> None:
+        """A fresh arena and layout, as after a change of the state."""
+        frozen = 0 if self.frozen is None else whole_pages(self.frozen.nbytes)
+        self.arena = Arena.allocate(ArenaShape(self.next_number(), 2, whole_pages(self.live.nbytes), frozen))
+        self.client.send_arena(vars(self.arena.shape), self.arena.fd)
+        self.layout = self.next_number()
+        self.client.send_layout(self.layout_message())
+        self.frozen_sequence = 0
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def layout_message(self) -> Message:
+        leaves = [_entry("model/w", 0, self.live)]
+        if self.frozen is not None:
+            leaves.append(_entry("model/base", 1, self.frozen))
+        frozen_bytes = 0 if self.frozen is None else self.frozen.nbytes
+        return {
+            "id": self.layout,
+            "nbytes": self.live.nbytes,
+            "frozen_bytes": frozen_bytes,
+            "leaves": [asdict(leaf) for leaf in leaves],
+            "versions": {},
+        }
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, slot: int) -> int:
+        """Announce a snapshot. Returns its sequence number."""
+        sequence = self.next_number()
+        self.arena.claim(slot)
+        if self.frozen is not None and not self.frozen_sequence:
+            self.frozen_sequence = self.next_number()
+            self._fill(FROZEN, self.frozen, 0)
+            self.arena.set_sequence(FROZEN, self.frozen_sequence)
+            self.arena.set_verdict(FROZEN, self.frozen_sequence, is_good=True)
+        self.client.begin({"type": "begin", **self.meta(step), "sequence": sequence, "slot": slot})
+        return sequence
+
+    def meta(self, step: int) -> Message:
+        return {
+            "step": step,
+            "repeat": 0,
+            "created": 1.0,
+            "tree": {"step": step},
+            "epoch_end": False,
+            "finished": False,
+            "name": None,
+            "files": {},
+            "generation": self.arena.shape.generation,
+            "layout": self.layout,
+            "frozen": self.frozen_sequence,
+        }
+
+    def complete(self, step: int, slot: int, sequence: int) -> None:
+        """Fill the slot and say that it counts."""
+        self._fill(slot, self.live, step)
+        self.arena.set_sequence(slot, sequence)
+        self.arena.set_verdict(slot, sequence, is_good=True)
+
+    def _fill(self, slot: int, layout: ShardLayout, step: int) -> None:
+        (placed,) = layout.placements
+        data = layout.header + content(step, placed.end - placed.start)
+        self.arena.image(slot, layout.nbytes)[:] = data
+
+    def save(self, step: int) -> Message:
+        """A whole snapshot; waits for the first word about it: durable, or failed."""
+        sequence = self.begin(step, step % 2)
+        self.complete(step, step % 2, sequence)
+        return self.wait("durable", "failed", sequence=sequence)
+
+    def wait(self, *kinds: str, sequence: int | None = None) -> Message:
+        """The first message of one of these kinds (about this snapshot)."""
+
+        def find() -> Message | None:
+            fitting = (m for m in self.messages if m["type"] in kinds)
+            return next((m for m in fitting if sequence is None or m["sequence"] == sequence), None)
+
+        with self._heard:
+            found = self._heard.wait_for(find, DEADLINE_SECONDS)
+        assert found is not None, f"no {' or '.join(kinds)} within {DEADLINE_SECONDS:.0f} s: {self.messages}"
+        return found
+
+    def pending(self, step: int, slot: int) -> Pending:
+        """The snapshot in a slot as the agent would see it, for persisting in this process."""
+        return Pending(
+            run=self.run.id,
+            id=CheckpointId(step, 0, self.lineage),
+            owner=Owner(),
+            sequence=1,
+            slot=slot,
+            arena=self.arena,
+            layout=Layout.from_message(self.layout_message()),
+            meta=self.meta(step),
+        )
+
+    def close(self, seconds: float = 10.0) -> bool:
+        """End the agent; True if it ended in time."""
+        finished = self.client.close(seconds=seconds)
+        self.arena.close()
+        self.log.close()
+        return finished
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in events.read_events(self.paths.events) if event["kind"] == kind]
+
+    def good(self) -> list[catalog.Entry]:
+        return [entry for entry in catalog.scan(self.paths) if entry.is_live and entry.is_good]
+
+    def steps(self) -> list[int]:
+        return [entry.id.step for entry in self.good()]
+
+
+def make_orphan(root: Path, *, linger: float) -> int:
+    """A trainer in a process of its own saves step 1 and is killed. Returns the pid of the agent that lingers."""
+    command = [sys.executable, "-m", "tests.agent.puppet", str(root), str(linger)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        agent = int(trainer.stdout.readline())
+        trainer.kill()
+    paths = RunPaths(root)
+    wait_for(lambda: any(e["kind"] == "trainer-death" for e in events.read_events(paths.events)), "orphaned")
+    return agent
+
+
+def main() -> None:
+    puppet = Puppet(Path(sys.argv[1]), linger=float(sys.argv[2]))
+    puppet.start()
+    assert puppet.save(1)["type"] == "durable"
+    print(puppet.client.pid, flush=True)
+    signal.pause()
+
+
+def _entry(name: str, file: int, layout: ShardLayout) -> LeafEntry:
+    (placed,) = layout.placements
+    shape = placed.spec.shape
+    return LeafEntry(name, file, "uint8", shape, placed.start, placed.end, "parameter", "cpu", shape, (0,))
+
+
+def verify(paths: RunPaths, entry: catalog.Entry) -> Record:
+    """Every byte of a checkpoint is checked, and is what the puppet wrote at that step."""
+    assert entry.manifest is not None, f"{entry.id}: {entry.damage}"
+    record = catalog.read_record(paths, entry.manifest)
+    found: dict[str, bytes] = {}
+
+    def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:
+        found[leaf.name] = found.get(leaf.name, b"") + bytes(data)
+
+    read_record_leaves(record, lambda file: FileSource(entry.path / file.name), None, deliver)
+    for leaf in record.leaves:
+        step = 0 if leaf.file else entry.id.step
+        assert found[leaf.name] == content(step, leaf.end - leaf.start), f"{entry.id}: {leaf.name}"
+    return record
+
+
+def listing(directory: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Names, inode numbers, sizes and digests of everything in a directory: equal means untouched."""
+    found = {}
+    for path in sorted(directory.iterdir()):
+        found[path.name] = (path.stat().st_ino, path.stat().st_size, hashlib.sha256(path.read_bytes()).digest())
+    return found
+
+
+if __name__ == "__main__":
+    main()

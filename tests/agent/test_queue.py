@@ -1,0 +1,112 @@
+"""Which snapshot comes next, and when one is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from stepwell.agent.queue import Layout, Pending, PendingQueue
+from stepwell.arena.memory import PAGE, Arena, ArenaShape
+from stepwell.types import CheckpointId, Owner
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.allocate(ArenaShape(1, 2, PAGE, 0))
+    yield arena
+    arena.close()
+
+
+def make(arena: Arena, sequence: int, slot: int) -> Pending:
+    layout = Layout(1, 100, 0, (), {})
+    id = CheckpointId(sequence, 0, 1)
+    return Pending("run", id, Owner(), sequence, slot, arena, layout, {"frozen": 0})
+
+
+def complete(item: Pending) -> None:
+    item.arena.set_sequence(item.slot, item.sequence)
+    item.arena.set_verdict(item.slot, item.sequence, is_good=True)
+
+
+def test_only_complete_ones_are_due_and_the_oldest_first(arena: Arena) -> None:
+    queue, first, second = PendingQueue(), make(arena, 1, 0), make(arena, 2, 1)
+    queue.add(second)
+    queue.add(first)
+    assert queue.next_due() is None and queue.has_incomplete()
+    complete(second)
+    assert queue.next_due() is second
+    complete(first)
+    assert queue.next_due() is first and not queue.has_incomplete()
+
+
+def test_bytes_without_a_verdict_are_not_complete(arena: Arena) -> None:
+    item = make(arena, 1, 0)
+    arena.set_sequence(0, 1)
+    assert not item.is_complete and not item.is_void
+    arena.set_verdict(0, 1, is_good=False)
+    assert not item.is_complete and item.is_void
+
+
+def test_a_failed_one_is_given_up_only_for_a_newer_complete_one(arena: Arena) -> None:
+    queue, first, second = PendingQueue(), make(arena, 1, 0), make(arena, 2, 1)
+    queue.add(first)
+    queue.add(second)
+    complete(first)
+    first.failures, first.not_before = 1, 1e18
+    assert queue.collect(None) == []
+    assert queue.next_due() is None  # its time has not come
+    complete(second)
+    assert queue.collect(None) == [first]
+    assert queue.next_due() is second
+
+
+def test_one_that_is_being_written_is_not_given_up(arena: Arena) -> None:
+    """Its slot would be filled anew under the writer: a checkpoint with the bytes of two steps."""
+    queue, first, second = PendingQueue(), make(arena, 1, 0), make(arena, 2, 1)
+    for item in (first, second):
+        queue.add(item)
+        complete(item)
+    first.failures = 1
+    assert queue.collect(first) == []
+    assert queue.collect(None) == [first]  # the control: not being written, it goes
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_with_one_slot_a_failed_one_makes_room_when_asked(slots: int) -> None:
+    arena = Arena.allocate(ArenaShape(1, slots, PAGE, 0))
+    queue, item = PendingQueue(), make(arena, 1, 0)
+    queue.add(item)
+    complete(item)
+    queue.is_room_wanted = True
+    assert queue.collect(None) == []  # it has not failed
+    item.failures = 1
+    assert queue.collect(item) == []  # it is being tried again
+    assert queue.collect(None) == ([item] if slots == 1 else [])
+    arena.close()
+
+
+def test_void_and_done_ones_are_released(arena: Arena) -> None:
+    queue, void, done = PendingQueue(), make(arena, 1, 0), make(arena, 2, 1)
+    queue.add(void)
+    queue.add(done)
+    arena.set_verdict(0, 1, is_good=False)
+    complete(done)
+    done.is_done = True
+    assert queue.collect(None) == [void, done] and not queue.items
+
+
+def test_a_slot_that_is_filled_anew_drops_what_never_became_complete(arena: Arena) -> None:
+    queue, old, new = PendingQueue(), make(arena, 1, 0), make(arena, 2, 0)
+    queue.add(old)
+    queue.add(new)
+    assert queue.items == [new]
+
+
+def test_the_death_of_the_trainer_drops_what_is_not_complete(arena: Arena) -> None:
+    queue, complete_one, half = PendingQueue(), make(arena, 1, 0), make(arena, 2, 1)
+    queue.add(complete_one)
+    queue.add(half)
+    complete(complete_one)
+    queue.drop_incomplete()
+    assert queue.items == [complete_one]

@@ -1,0 +1,176 @@
+"""An agent that dies is replaced, and no complete snapshot is lost, whatever it was doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stepwell.agent.client import AgentClient, find_orphan
+from stepwell.errors import AgentError
+from stepwell.store.lineage import read_run
+from stepwell.store.paths import RunPaths
+from tests.agent.puppet import Puppet, make_orphan, verify, wait_for
+
+
+def stop_at(point: str, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The first agent stops at this point; its replacement does not."""
+    mark = tmp_path / "mark"
+    monkeypatch.setenv("STEPWELL_CRASH", f"agent!{point}:0:{nth}:stop")
+    monkeypatch.setenv("STEPWELL_CRASH_MARK", str(mark))
+    return mark
+
+
+def test_a_killed_agent_is_replaced_and_told_what_is_not_durable(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = stop_at("shard.written", 2, tmp_path, monkeypatch)
+    puppet = Puppet(run_dir)
+    puppet.start()
+    puppet.wait("released", sequence=puppet.save(1)["sequence"])
+    second = puppet.begin(2, 0)
+    puppet.complete(2, 0, second)
+    third = puppet.begin(3, 1)
+    puppet.complete(3, 1, third)
+    wait_for(mark.exists, "stopped")
+    old = puppet.client.pid
+    os.kill(old, signal.SIGKILL)
+    for sequence in (second, third):
+        puppet.wait("durable", sequence=sequence)
+    (death,) = puppet.events("agent-death")
+    assert (death["pid"], death["status"], death["resent"]) == (old, "exit status -9", 2)
+    assert puppet.client.pid != old
+    assert puppet.close()
+    assert puppet.steps() == [3, 2]
+    for entry in puppet.good():
+        verify(puppet.paths, entry)
+
+
+def test_a_snapshot_in_an_older_arena_is_not_lost(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state changed its layout while the snapshot was on its way: the new agent needs the old arena too."""
+    mark = stop_at("persist.begin", 2, tmp_path, monkeypatch)
+    puppet = Puppet(run_dir)
+    puppet.start()
+    assert puppet.save(1)["type"] == "durable"
+    sequence = puppet.begin(2, 0)
+    puppet.complete(2, 0, sequence)
+    wait_for(mark.exists, "stopped")
+    old = puppet.arena
+    puppet.prepare()
+    old.close()  # as the trainer does
+    os.kill(puppet.client.pid, signal.SIGKILL)
+    puppet.wait("durable", sequence=sequence)
+    assert puppet.save(3)["type"] == "durable"
+    assert len(puppet.events("agent-death")) == 1
+    assert puppet.close()
+    assert puppet.steps() == [3, 2]
+    for entry in puppet.good():
+        verify(puppet.paths, entry)
+
+
+def test_an_agent_killed_while_closing_is_replaced_too(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = stop_at("shard.synced", 1, tmp_path, monkeypatch)
+    puppet = Puppet(run_dir)
+    puppet.start()
+    sequence = puppet.begin(1, 0)
+    puppet.complete(1, 0, sequence)
+    wait_for(mark.exists, "stopped")
+    pid, finished = puppet.client.pid, []
+    closing = threading.Thread(target=lambda: finished.append(puppet.close()))
+    closing.start()
+    wait_for(lambda: puppet.client._closing is not None, "closing")
+    os.kill(pid, signal.SIGKILL)
+    closing.join()
+    assert finished == [True]
+    assert puppet.steps() == [1]
+    verify(puppet.paths, puppet.good()[0])
+
+
+def test_an_agent_that_dies_again_and_again_is_given_up(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPWELL_CRASH", "agent!persist.begin:0:1")  # no mark: every agent dies there
+    puppet = Puppet(run_dir)
+    puppet.start()
+    sequence = puppet.begin(1, 0)
+    puppet.complete(1, 0, sequence)
+    puppet.wait("lost")
+    assert len(puppet.events("agent-death")) == 5
+    puppet.close()
+    assert not puppet.good()
+
+
+def test_an_agent_killed_at_its_start_is_started_again(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    greet = AgentClient._greet
+    killed = []
+
+    def kill_first(client: AgentClient) -> None:
+        if not killed:
+            killed.append(client.pid)
+            os.kill(client.pid, signal.SIGKILL)
+        greet(client)
+
+    monkeypatch.setattr(AgentClient, "_greet", kill_first)
+    puppet = Puppet(run_dir)
+    puppet.start()
+    assert puppet.client.pid != killed[0]
+    assert puppet.save(1)["type"] == "durable"
+    assert puppet.close()
+
+
+def test_an_agent_that_never_starts_is_an_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepwell.agent.client._BOOT", "raise SystemExit('no')")
+    puppet = Puppet(run_dir)
+    with pytest.raises(AgentError, match="ended at once"):
+        puppet.start()
+
+
+def test_an_adopted_agent_that_dies_is_replaced_at_the_start(run_dir: Path) -> None:
+    agent = make_orphan(run_dir, linger=30)
+    found = find_orphan(read_run(RunPaths(run_dir)).id, 0)
+    assert found is not None
+    channel, offer, fds = found
+    assert len(offer["snapshots"]) == len(fds) == 1 and offer["agent"] == agent
+    os.close(fds[0])
+    puppet = Puppet(run_dir)
+    puppet.client.adopt(channel, agent)
+    os.kill(agent, signal.SIGKILL)
+    puppet.start(parent=1, step=1)
+    assert puppet.client.pid != agent
+    assert puppet.save(2)["type"] == "durable"
+    assert puppet.close()
+    assert puppet.steps() == [2, 1]
+
+
+def test_a_stopped_orphan_does_not_hold_up_a_successor(run_dir: Path) -> None:
+    agent = make_orphan(run_dir, linger=30)
+    run = read_run(RunPaths(run_dir)).id
+    os.kill(agent, signal.SIGSTOP)
+    wait_for(lambda: ") T " in Path(f"/proc/{agent}/stat").read_text(), "stopped")
+    started = time.monotonic()
+    assert find_orphan(run, 0) is None
+    assert time.monotonic() - started < 30  # an agent that is merely slow is given 60 s
+    os.kill(agent, signal.SIGCONT)
+    found = find_orphan(run, 0)  # the control: going again, it answers
+    assert found is not None
+    puppet = Puppet(run_dir)
+    puppet.client.adopt(found[0], agent)
+    os.close(found[2][0])
+    puppet.start(parent=1, step=1)
+    assert puppet.client.pid == agent
+    assert puppet.close()
+
+
+def test_an_agent_whose_trainer_lives_is_not_handed_over(run_dir: Path) -> None:
+    puppet = Puppet(run_dir)
+    puppet.start()
+    assert puppet.save(1)["type"] == "durable"
+    assert find_orphan(puppet.run.id, 0) is None
+    assert puppet.save(2)["type"] == "durable"
+    assert puppet.close()

@@ -1,0 +1,144 @@
+"""Running the script and the commands as a person does, and spoiling runs as disks and crashes do."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from stepwell.cli.main import main
+from stepwell.store.paths import RunPaths
+from stepwell.store.progress import read_progress
+
+TRAINER = Path(__file__).with_name("trainer.py")
+DEADLINE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def stepwell(*arguments: object) -> Answer:
+    """Run a command in this process. An exception that is not turned into a sentence fails the test."""
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="stepwell")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Answer(result.exit_code, result.stdout, result.stderr)
+
+
+def good(*arguments: object) -> Answer:
+    """Run a command that must work."""
+    answer = stepwell(*arguments)
+    assert answer.code == 0, answer
+    return answer
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "STEPWELL_LINGER": "0.1", **more}
+
+
+def train(where: Path, *arguments: object, code: int = 0, script: Path = TRAINER, **env: str) -> str:
+    """Run the script, or a changed copy of it, to its end."""
+    done = subprocess.run(
+        [sys.executable, script, where, *map(str, arguments)],
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_SECONDS,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    """Poll until `condition` gives something true; fail with `what` at the deadline."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {DEADLINE_SECONDS:.0f} s: {what}"
+        time.sleep(0.005)
+    return found
+
+
+class Training:
+    """The script as a running process, with its agent."""
+
+    def __init__(self, where: Path, *arguments: object, **env: str) -> None:
+        self.paths = RunPaths(where)
+        self.process = subprocess.Popen(
+            [sys.executable, TRAINER, where, *map(str, arguments)],
+            env=environment(**{"STEPWELL_LINGER": "600", **env}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().split()
+        assert line and line[0] == "open", line
+        self.agent_pid = int(line[2])
+        self._agent = os.pidfd_open(self.agent_pid)
+        self._agent_ended = False
+
+    def step(self) -> int:
+        progress = read_progress(self.paths.progress)
+        return 0 if progress is None else progress.step
+
+    def kill(self) -> None:
+        """The trainer alone; its agent lingers."""
+        self.process.kill()
+        self.process.wait(DEADLINE_SECONDS)
+
+    def kill_agent(self) -> None:
+        if not self._agent_ended:
+            try:
+                signal.pidfd_send_signal(self._agent, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self.wait_for_agent()
+
+    def wait_for_agent(self) -> None:
+        """Until the agent has ended."""
+        poll = select.poll()
+        poll.register(self._agent, select.POLLIN)
+        assert poll.poll(DEADLINE_SECONDS * 1000), f"agent {self.agent_pid} still runs"
+        self._agent_ended = True
+
+    def end(self) -> None:
+        """No process is left, whatever the test did."""
+        self.kill()
+        self.kill_agent()
+        os.close(self._agent)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def flip(path: Path, offset: int) -> None:
+    """One bit of one byte, as a disk would."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def listing(root: Path) -> dict[str, int]:
+    """Every file below a directory with its size."""
+    return {str(path.relative_to(root)): path.lstat().st_size for path in sorted(root.rglob("*")) if path.is_file()}

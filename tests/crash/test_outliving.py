@@ -1,0 +1,89 @@
+"""The agent outlives its trainer: what was complete in memory becomes durable, and a successor takes it from there."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.crash.harness import Ending, Run, children, wait_for
+
+EVERY, NTH = 4, 3
+STEP = EVERY * NTH
+
+
+def kill_after_snapshot(run: Run) -> None:
+    assert run.start(STEPWELL_CRASH=f"trainer!copy.complete:0:{NTH}").wait() == -signal.SIGKILL
+
+
+def test_a_complete_snapshot_becomes_durable_without_its_trainer(run: Run) -> None:
+    kill_after_snapshot(run)
+    wait_for(lambda: run.newest_step() == STEP, "the agent commits alone")
+    assert run.check_newest() == STEP
+    (death,) = run.events("trainer-death")
+    assert death["pid"] == run.trainers[0].pid
+
+
+def test_a_successor_restores_it_from_memory(run: Run, reference: Ending) -> None:
+    kill_after_snapshot(run)
+    (agent,) = run.agents()
+    run.finish()
+    began = run.opening(run.trainers[1])
+    assert began is not None and (began["step"], began["source"]) == (STEP, "memory")
+    (adopted,) = run.events("adopted")
+    assert adopted["process"] == agent.pid and adopted["pid"] == run.trainers[1].pid
+    agent.close()
+    run.check_identical(reference)
+    run.check_nothing_left()
+
+
+def test_without_the_agent_it_is_restored_from_disk(run: Run, reference: Ending) -> None:
+    kill_after_snapshot(run)
+    wait_for(lambda: run.newest_step() == STEP, "the agent commits alone")
+    assert run.kill_agents() == 1
+    run.finish()
+    began = run.opening(run.trainers[1])
+    assert began is not None and (began["step"], began["source"]) == (STEP, "disk")
+    run.check_identical(reference)
+    run.check_nothing_left()
+
+
+def test_control_when_both_die_at_once_the_snapshot_is_lost(run: Run, reference: Ending) -> None:
+    """The memory is what carries it: without the agent the run goes on from the checkpoint before."""
+    trainer = run.start(STEPWELL_CRASH=f"trainer!copy.complete:0:{NTH}:stop")
+    wait_for(trainer.is_stopped, "the snapshot is complete")
+    agent = run.agent()
+    agent.signal(signal.SIGSTOP)  # so that it does not commit between the two kills
+    is_lost = run.newest_step() < STEP
+    trainer.kill()
+    trainer.wait()
+    assert run.kill_agents() == 1
+    agent.close()
+    run.finish()
+    began = run.opening(run.trainers[1])
+    assert began is not None and began["source"] == "disk"
+    assert began["step"] < STEP or not is_lost
+    run.check_identical(reference)
+
+
+def test_a_lingering_agent_leaves_when_nobody_comes(run: Run) -> None:
+    trainer = run.start(STEPWELL_CRASH=f"trainer!copy.complete:0:{NTH}", STEPWELL_LINGER="0.3")
+    assert trainer.wait() == -signal.SIGKILL
+    run.wait_gone()
+    assert run.check_newest() == STEP
+
+
+def test_loader_workers_do_not_hide_the_death_of_the_trainer(run: Run) -> None:
+    """They inherit the socket, so that its end comes late; the agent watches the process itself."""
+    trainer = run.start(TRAIN_WORKERS="2", TRAIN_END="wait", TRAIN_EVERY="1")
+    wait_for(lambda: run.newest_step() >= 20, "it trains")
+    workers = children(trainer.pid)
+    for worker in workers:
+        worker.signal(signal.SIGSTOP)  # they cannot notice, so they stay and hold what they inherited
+    trainer.kill()
+    try:
+        wait_for(lambda: run.events("trainer-death"), "the agent sees it")
+        assert all(not worker.has_ended() for worker in workers)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.close()
+    assert len(workers) == 2

@@ -1,0 +1,62 @@
+"""Forged run directories are refused with a clear error, in bounded memory, and lead nowhere.
+
+One process restores them all (tests/hostile/victim.py) under a cap on its memory; each test looks at one result.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hostile.attacks import ATTACKS
+
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    base = tmp_path_factory.mktemp("hostile")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hostile.victim", str(base)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, f"died after {len(found)} attacks: {done.stderr[-2000:]}"
+    return {result["name"]: result for result in found}
+
+
+@pytest.mark.parametrize("name", ATTACKS, ids=lambda name: name.replace(" ", "_"))
+def test_forged(results: Results, name: str) -> None:
+    found, expected = results[name], ATTACKS[name]
+    assert not str(found["error"]).startswith("UNEXPECTED"), found["error"]
+    assert found["astray"] == [], "a file outside the run was opened"
+    assert found["canary"], "something outside the run was changed"
+    assert found["wrong"] is None
+    if expected.outcome == "error":
+        assert found["step"] is None and expected.names in found["error"], found["error"]
+    elif expected.outcome == "older":
+        assert found["step"] == 1 and found["error"] is None, found["error"]
+        assert any(expected.names in reason for reason in found["damage"]) or not expected.names, found["damage"]
+    else:
+        assert found["step"] == 2 and found["error"] is None, found["error"]
+        assert found["damage"] == []
+
+
+def test_nothing_named_in_a_checkpoint_was_imported(results: Results) -> None:
+    for result in results.values():
+        assert not {"antigravity", "sched", "torch._dynamo"} & set(result["imported"]), result["name"]
+
+
+def test_the_attacks_can_be_made_by_hand(tmp_path: Path) -> None:
+    """For looking at one: python -m tests.hostile.attacks NAME DIRECTORY."""
+    command = [sys.executable, "-m", "tests.hostile.attacks", "unknown tag", str(tmp_path / "run")]
+    subprocess.run(command, check=True, timeout=60)
+    assert (tmp_path / "run" / "run.json").exists()

@@ -1,0 +1,90 @@
+"""The process that is attacked: restores every forged run it is given, and says what came of it.
+
+Memory is capped (RLIMIT_AS) at what the process has plus a margin, so that an allocation for a forged length fails
+loudly; every file that Python opens is noted, so that one outside the run shows.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepwell.errors import StepwellError
+from tests.hostile.attacks import ATTACKS
+from tests.hostile.forge import Forgery, net, values
+from tests.restore.build import damage_events, restore
+from tests.state.same import difference
+
+MARGIN_BYTES = 512 << 20
+opened: list[str] = []
+
+
+def note(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in ("open", "os.listdir", "os.remove", "os.rename", "os.mkdir", "os.link", "os.truncate", "import"):
+        opened.extend(str(argument) for argument in arguments[:2])
+
+
+def size_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+def canary(forgery: Forgery) -> dict[str, tuple[str, float]]:
+    return {
+        str(path.relative_to(forgery.canary)): (path.read_bytes().hex() if path.is_file() else "", path.stat().st_mtime)
+        for path in sorted(forgery.canary.rglob("*"))
+    }
+
+
+def attack(name: str, root: Path) -> dict[str, Any]:
+    """Forge, restore with little memory to spare, and report."""
+    root.mkdir(parents=True)
+    forgery = Forgery(root / "run")
+    ATTACKS[name].make(forgery)
+    before, modules = canary(forgery), set(sys.modules)
+    opened.clear()
+    found: dict[str, Any] = {"name": name, "error": None, "step": None}
+    model, state = net(0), {}  # type: ignore[var-annotated]
+    resource.setrlimit(resource.RLIMIT_AS, (size_bytes() + MARGIN_BYTES, resource.RLIM_INFINITY))
+    try:
+        reopened = restore(forgery.root, {"values": state, "model": model})
+        found["step"] = reopened.restored.step if reopened.restored else 0
+    except StepwellError as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    except BaseException as error:  # anything else is a way in: the test says so
+        found["error"] = f"UNEXPECTED {type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    found["astray"] = [path for path in opened if "canary" in path]
+    found["imported"] = sorted(set(sys.modules) - modules)
+    found["canary"] = canary(forgery) == before
+    found["damage"] = [event["reason"] for event in damage_events(forgery.root)]
+    found["wrong"] = wrong(found["step"], state, model)
+    return found
+
+
+def wrong(step: int | None, state: dict[str, Any], model: torch.nn.Module) -> str | None:
+    """Where the restored state is not that of the step."""
+    if not step:
+        return None
+    state.pop("note", None)  # most attacks sit there
+    expected = {key: value for key, value in values(step).items() if key != "note"}
+    return difference(state, expected) or difference(dict(model.state_dict()), dict(net(step).state_dict()))
+
+
+def main() -> None:
+    logging.getLogger("stepwell").addHandler(logging.NullHandler())
+    sys.addaudithook(note)
+    base = Path(sys.argv[1])
+    for number, name in enumerate(ATTACKS):
+        print(json.dumps(attack(name, base / str(number))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -108,10 +109,8 @@ class Training:
 
     def kill_agent(self) -> None:
         if not self._agent_ended:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._agent, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self.wait_for_agent()
 
     def wait_for_agent(self) -> None:

@@ -137,13 +137,11 @@ def test_pruning_by_an_agent_and_listing_at_once(run: Path, start: Callable[...,
     stop = run / "stop"
     training = start(run, "--until-file", stop, "--every-step", "--restore-step", 8)
     first = training.step()
-    seen = 0
-    while seen < 12:
+    for _ in range(12):
         flags = [item["damage"] for item in good("ls", run, "--json").json["checkpoints"]]
         assert flags == [None] * len(flags)
         assert good("verify", run, "--json").json["whole"]
         assert good("why", run, "--json").json["chosen"] is not None
-        seen += 1
     wait_for(lambda: training.step() > first, "the run goes on")
     stop.touch()
     assert training.process.wait(60) == 0

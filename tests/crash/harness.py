@@ -139,8 +139,8 @@ class Ending:
     tree: Any
     losses: dict[int, set[float]]
 
-    def difference(self, other: Ending) -> str | None:
-        """The first thing that is not bit-identical, or None."""
+    def difference(self, other: Ending, *, is_log_whole: bool = True) -> str | None:
+        """The first thing that is not bit-identical, or None. A full disk keeps no events: then the log has gaps."""
         if self.step != other.step:
             return f"step {self.step}, expected {other.step}"
         for name in sorted(self.shards.keys() | other.shards.keys()):
@@ -148,7 +148,11 @@ class Ending:
                 return f"bytes of {name}"
         if self.tree != other.tree:
             return "tree of values"
-        steps = [step for step in other.losses if self.losses.get(step) != other.losses[step]]
+        steps = [
+            step
+            for step, loss in other.losses.items()
+            if self.losses.get(step) != loss and (is_log_whole or step in self.losses)
+        ]
         return f"loss of step {steps[0]}" if steps else None
 
 

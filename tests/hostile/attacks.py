@@ -48,7 +48,7 @@ def b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-# -- lengths and places -------------------------------------------------------------------------------------------------
+# -- lengths and places -----------------------------------------------------------------------------------------------
 attack("leaf of 2**60 bytes", lambda f: f.leaf(end=1 << 60, shape=[1 << 58]))
 attack("shape whose product overflows", lambda f: f.leaf(shape=[1 << 40, 1 << 40]))
 attack("shape of zero times 2**61", lambda f: f.leaf(shape=[0, 1 << 61]))
@@ -74,7 +74,7 @@ attack(
 )
 attack("record size of 2**60", lambda f: f.manifest(lambda d: d["records"][0].update(nbytes=1 << 60)))
 
-# -- names that lead out ------------------------------------------------------------------------------------------------
+# -- names that lead out ----------------------------------------------------------------------------------------------
 attack("file name ../", lambda f: f.file(name="../../canary/secret"))
 attack("absolute file name", lambda f: f.file(name=str(f.canary / "secret")))
 attack("file name ..", lambda f: f.file(name=".."))
@@ -115,7 +115,7 @@ attack("progress is a link", lambda f: link(f.paths.progress, f.canary / "secret
 attack("a shard's hard link", lambda f: os.link(f.shard_path, f.directory / "more"), "newest", "")
 
 
-# -- things that are no files -------------------------------------------------------------------------------------------
+# -- things that are no files -----------------------------------------------------------------------------------------
 def fifo(path: Path) -> None:
     path.unlink(missing_ok=True)
     os.mkfifo(path)
@@ -139,7 +139,7 @@ attack("events are a directory", lambda f: directory(f.paths.events), "newest", 
 attack("progress is a pipe", lambda f: fifo(f.paths.progress), "newest", "")
 attack("progress is a directory", lambda f: directory(f.paths.progress), "newest", "")
 
-# -- sizes of small files -----------------------------------------------------------------------------------------------
+# -- sizes of small files ---------------------------------------------------------------------------------------------
 attack("record of 100 GB", lambda f: sparse(f.record_path, 100 << 30))
 attack("record over the limit", lambda f: sparse(f.record_path, MAX_DOCUMENT_BYTES + 1))
 attack("manifest of 100 GB", lambda f: sparse(f.manifest_path, 100 << 30), names="manifest.json")
@@ -148,7 +148,7 @@ attack("lineage of 100 GB", lambda f: sparse(f.paths.lineage(2), 100 << 30), "er
 attack("progress of 100 GB", lambda f: sparse(f.paths.progress, 100 << 30), "newest", "")
 attack("shard of 100 GB", lambda f: sparse(f.shard_path, 100 << 30), names="rank-00000.safetensors")
 
-# -- JSON ---------------------------------------------------------------------------------------------------------------
+# -- JSON -------------------------------------------------------------------------------------------------------------
 DEEP = 1_000_000
 attack("record is empty", lambda f: f.record_text("{}"))
 attack("record is a list", lambda f: f.record_text("[1}"))
@@ -172,7 +172,7 @@ attack(
     "every field of the record is null", lambda f: f.record(lambda d: d.update({k: None for k in d if k != "format"}))
 )
 
-# -- values -------------------------------------------------------------------------------------------------------------
+# -- values -----------------------------------------------------------------------------------------------------------
 attack("unknown tag", lambda f: f.value({"$exec": "import os"}))
 attack("tag beside a key", lambda f: f.value({"$tuple": [], "x": 1}))
 attack("900 levels of values", lambda f: f.value(json.loads("[" * 900 + "]" * 900)))
@@ -251,7 +251,7 @@ attack("own end is a number", lambda f: f.own(finished=1))
 attack("generators are missing", lambda f: f.own(rng=None))
 attack("generators are garbage", lambda f: f.own(rng={"python": [3, [1], None], "torch": {"$tensor": "values/small"}}))
 
-# -- the shard's own header ---------------------------------------------------------------------------------------------
+# -- the shard's own header -------------------------------------------------------------------------------------------
 SHARD = "rank-00000.safetensors"
 attack("header length of 2**63", lambda f: f.shard(lambda d: struct.pack_into("<Q", d, 0, 1 << 63)), names=SHARD)
 attack("header that ends elsewhere", lambda f: f.shard(lambda d: struct.pack_into("<Q", d, 0, 4000)), names=SHARD)
@@ -260,7 +260,7 @@ attack("header with other names", lambda f: f.shard(lambda d: d.__setitem__(slic
 attack("header that is no JSON", lambda f: f.shard(lambda d: d.__setitem__(8, 0x20)), names=SHARD)
 attack("header of deep lists", lambda f: f.shard(lambda d: d.__setitem__(slice(8, 4096), b"[" * 4088)), names=SHARD)
 
-# -- the run ------------------------------------------------------------------------------------------------------------
+# -- the run ----------------------------------------------------------------------------------------------------------
 attack("run id with a path", lambda f: f.run(id="../../x"), "error", "run.json")
 attack("run id of a thousand letters", lambda f: f.run(id="a" * 1000), "error", "run.json")
 attack("seed below zero", lambda f: f.run(seed=-1), "error", "run.json")
@@ -270,9 +270,10 @@ attack("lineage of another number", lambda f: f.lineage(2, number=5), "error", "
 attack("lineage from nowhere", lambda f: f.lineage(3, parent=2), "error", "lineage 2 is missing")
 attack("lineage with a step below zero", lambda f: f.lineage(2, step=-5), "error", "0002.json")
 attack("lineage names that are no numbers", lambda f: [(f.paths.lineages / name).touch() for name in (
-    "\u00b2.json", "\u0663\u0663\u0663\u0663.json", "99999999.json", "x.json", "-001.json", "0000.json")], "newest", "")  # fmt: skip
+    "\u00b2.json", "\u0663\u0663\u0663\u0663.json", "99999999.json", "x.json", "-001.json", "0000.json")],
+    "newest", "")  # fmt: skip
 attack("events are garbage", lambda f: f.paths.events.write_bytes(
-    bytes(range(256)) + b"\n" + b"[" * DEEP + b"\n" + b'{"kind":5}\n{"kind":' + b"1" * 5000 + b"}\n" + b"x" * 3_000_000),
+    bytes(range(256)) + b"\n" + b"[" * DEEP + b'\n{"kind":5}\n{"kind":' + b"1" * 5000 + b"}\n" + b"x" * 3_000_000),
     "newest", "")  # fmt: skip
 attack("progress is garbage", lambda f: f.paths.progress.write_bytes(b"stepwel1" + b"\xff" * 5000), "newest", "")
 attack("progress is short", lambda f: f.paths.progress.write_bytes(b"stepwel1"), "newest", "")

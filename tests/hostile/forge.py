@@ -110,11 +110,11 @@ class Forgery:
         ref = {"name": self.record_path.name, "nbytes": len(data), "digest": document_digest(data)}
         self.manifest(lambda document: document.update(records=[ref]))
 
-    def lineage(self, number: int, **fields: Any) -> None:
+    def lineage(self, at: int, **fields: Any) -> None:
         """Write a lineage file that says anything."""
-        document = {"format": "stepwell.lineage/1", "number": number, "parent": number - 1, "step": 2, "created": 1.0,
+        document = {"format": "stepwell.lineage/1", "number": at, "parent": at - 1, "step": 2, "created": 1.0,
                     "host": "h", **fields}  # fmt: skip
-        self.paths.lineage(number).write_bytes(seal_text(json.dumps(document)))
+        self.paths.lineage(at).write_bytes(seal_text(json.dumps(document)))
 
     def run(self, **changes: Any) -> None:
         document = self.document(self.paths.run)

@@ -51,8 +51,20 @@ def test_forged(results: Results, name: str) -> None:
 
 
 def test_nothing_named_in_a_checkpoint_was_imported(results: Results) -> None:
-    for result in results.values():
-        assert not {"antigravity", "sched", "torch._dynamo"} & set(result["imported"]), result["name"]
+    for name in ATTACKS:
+        result = results[name]
+        assert not {"antigravity", "sched", "torch._dynamo"} & set(result["imported"]), name
+
+
+def test_control_with_a_safety_off_the_attack_gets_through(results: Results) -> None:
+    found = {name.removeprefix("control: "): result for name, result in results.items() if name.startswith("control: ")}
+    assert found["record of 100 GB"]["error"].startswith("UNEXPECTED MemoryError")
+    assert found["shard is a link"]["step"] == 2
+    assert not found["events are a link"]["canary"]
+    assert found["record name ../"]["astray"]
+    assert "sched" in found["named tuple of another length"]["imported"]
+    assert found["header with other names"]["step"] == 2
+    assert len(found) == 6
 
 
 def test_the_attacks_can_be_made_by_hand(tmp_path: Path) -> None:

@@ -1,21 +1,28 @@
 """The process that is attacked: restores every forged run it is given, and says what came of it.
 
 Memory is capped (RLIMIT_AS) at what the process has plus a margin, so that an allocation for a forged length fails
-loudly; every file that Python opens is noted, so that one outside the run shows.
+loudly; every file that Python opens is noted, so that one outside the run shows. Then some attacks again, each with the
+safety off that it is meant for.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
+import os
 import resource
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from stepwell.errors import StepwellError
+from stepwell.format import manifest, tree
+from stepwell.restore import read
+from stepwell.store import files
 from tests.hostile.attacks import ATTACKS
 from tests.hostile.forge import Forgery, net, values
 from tests.restore.build import damage_events, restore
@@ -78,12 +85,31 @@ def wrong(step: int | None, state: dict[str, Any], model: torch.nn.Module) -> st
     return difference(state, expected) or difference(dict(model.state_dict()), dict(net(step).state_dict()))
 
 
+def import_class(module: str, qualname: str) -> Any:
+    return getattr(importlib.import_module(module), qualname)
+
+
+CONTROLS: dict[str, tuple[Any, str, Any]] = {
+    "record of 100 GB": (files, "get", lambda path, limit=0: path.read_bytes()),
+    "shard is a link": (os, "O_NOFOLLOW", 0),
+    "events are a link": (os, "O_NOFOLLOW", 0),
+    "record name ../": (manifest, "check_file_name", lambda name, path: name),
+    "named tuple of another length": (tree, "_find_class", import_class),
+    "header with other names": (read, "check_header", lambda *_: None),
+}
+"""Each of these attacks gets through with one safety off."""
+
+
 def main() -> None:
     logging.getLogger("stepwell").addHandler(logging.NullHandler())
     sys.addaudithook(note)
     base = Path(sys.argv[1])
     for number, name in enumerate(ATTACKS):
         print(json.dumps(attack(name, base / str(number))), flush=True)
+    for name, (owner, attribute, without) in CONTROLS.items():
+        with mock.patch.object(owner, attribute, without):
+            found = attack(name, base / "control" / name.replace("/", "_"))
+        print(json.dumps({**found, "name": f"control: {name}"}), flush=True)
 
 
 if __name__ == "__main__":

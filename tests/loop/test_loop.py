@@ -256,7 +256,7 @@ def test_retention(run_dir: Path) -> None:
             run.ckpt.wait()  # storage keeps up
             run.update(batch)
     kept = committed(run_dir)
-    # the multiples of 5 (0 is one), the named one, both epoch ends (6 and 12), the newest two: 12 and its repeat, the end
+    # multiples of 5 (0 is one), the named one, both epoch ends (6 and 12), the newest two: 12 and its repeat
     assert kept == [
         "step-000000000000.l0001",
         "step-000000000003.l0001",

@@ -1,4 +1,4 @@
-"""The picture is drawn from a run's event file, for short and odd runs as well; without matplotlib the reason is told."""
+"""The picture is drawn from a run's event file, also of a short or odd run; without matplotlib the reason is told."""
 
 from __future__ import annotations
 

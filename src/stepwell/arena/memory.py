@@ -18,6 +18,7 @@ import ctypes
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -157,15 +158,28 @@ def available_bytes() -> int:
     """Host memory that can be taken without pushing the machine, or this cgroup, into trouble."""
     with open("/proc/meminfo") as file:
         found = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
+    for directory, limit, used, cache in _cgroups():
         try:
-            found = min(found, int(Path(limit).read_text()) - int(Path(used).read_text()))
+            room = int((directory / limit).read_text()) - int((directory / used).read_text())
+            statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+            found = min(found, room + int(statistics.get(cache, 0)))  # the kernel takes file cache back first
         except (OSError, ValueError):
-            continue  # no such controller, or "max"
+            continue  # no such controller or directory, or no limit ("max")
     return max(0, found)
+
+
+def _cgroups() -> Iterator[tuple[Path, str, str, str]]:
+    """Directories of the memory cgroups this process is in, its own first, and the names of their files."""
+    mount = Path("/sys/fs/cgroup")
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, own = line.split(":", 2)
+        relative = Path(own.lstrip("/"))
+        for part in (relative, *relative.parents):  # a limit further up holds too; a container may see only the top
+            if controllers == "memory":
+                names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+                yield mount / "memory" / part, *names
+            elif not controllers:
+                yield mount / part, "memory.max", "memory.current", "inactive_file"
 
 
 def whole_pages(nbytes: int) -> int:

@@ -19,7 +19,7 @@ import click
 F = TypeVar("F", bound=Callable[..., Any])
 
 _GAP = "  "
-_LEAST = 8
+_LEAST = 4
 
 
 @dataclass(frozen=True)

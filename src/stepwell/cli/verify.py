@@ -17,7 +17,7 @@ import click
 from stepwell.cli import wording
 from stepwell.cli.bar import bar
 from stepwell.cli.locate import split, step_option
-from stepwell.cli.output import json_option, print_json, print_wrapped
+from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.format.manifest import Lineage
 from stepwell.format.record import FileEntry
@@ -27,6 +27,7 @@ from stepwell.store.lineage import read_history, read_run
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
+_COLUMNS = (Column("checkpoint"), Column("state"), Column("size", right=True, gives_way=1))
 _Key = tuple[int, int, tuple[str, ...]]
 
 
@@ -152,13 +153,15 @@ def _ignore(*_: Any) -> None:
 
 
 def _print(verdicts: list[Verdict], of_run: list[str], damaged: list[Verdict]) -> None:
-    for problem in of_run:
-        print_wrapped(f"damaged  {problem}", indent="  ")
-    for verdict in verdicts:
-        word = "damaged" if verdict.damage else "whole  "
-        click.echo(f"{word}  {verdict.id}  {wording.size(verdict.nbytes)}")
-        for problem in verdict.damage:
-            print_wrapped(f"  {problem}", indent="    ")
+    print_table(
+        _COLUMNS,
+        [
+            [verdict.id.directory, "damaged" if verdict.damage else "whole", wording.size(verdict.nbytes)]
+            for verdict in verdicts
+        ],
+    )
+    for problem in (*of_run, *(problem for verdict in damaged for problem in verdict.damage)):
+        print_wrapped(f"damaged: {problem}", indent="  ")
     if damaged:
         whole = len(verdicts) - len(damaged)
         print_wrapped(

@@ -158,10 +158,11 @@ class Proof:
         found = []
         if self.verdict == "identical" and self.unseeded:
             names = " and ".join(f"{name}'s" for name in self.unseeded)
-            seeds = " and ".join(_SEEDING[name] for name in self.unseeded)
+            seeds = ", ".join(_SEEDING[name] for name in self.unseeded)
+            what, be = ("generators were", "they were") if len(self.unseeded) > 1 else ("generator was", "it was")
             found.append(
-                f"{names} global generator was never seeded and is not the same in the two runs; nothing shows that it "
-                f"was drawn from, {seeds} would make sure"
+                f"{names} global {what} never seeded, so the two runs differ there; nothing shows that {be} drawn from "
+                f"({seeds} would make sure)"
             )
         if self.logs is not None and not self.logs.values:
             found.append(

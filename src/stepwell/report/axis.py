@@ -33,7 +33,7 @@ class TimeAxis:
         self.gaps = list(gaps)
         self.training = max(1e-9, seconds - sum(gap.seconds for gap in gaps))
         self._strip = _STRIP_SHARE * self.training
-        self.end = self.place(seconds)
+        self.end = max(self.training, self.place(seconds))
 
     def place(self, time: float) -> float:
         """Where a moment lies."""

@@ -203,7 +203,7 @@ def get(path: Path, *, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
                 f"{path}: {nbytes} bytes, more than {limit}", path=str(path), expected=limit, found=nbytes
             )
         with os.fdopen(os.dup(fd), "rb") as file:
-            return file.read(limit + 1)
+            return file.read(nbytes + 1)  # never `limit`: Python allocates what it is asked for
     except OSError as error:
         raise DamagedError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
     finally:

@@ -67,7 +67,7 @@ class Checkpointer:
         self._seed = seed
         self._loader = data
         self._tracked = track_objects(named_objects(track, tracked))
-        self._log = events.EventLog(self._paths.events, who="trainer")
+        self._log = events.EventLog(self._paths.events, who="trainer", background=True)
         self._client = AgentClient(self._log, self._on_agent)
         self._snapshotter = Snapshotter(
             self._tracked,

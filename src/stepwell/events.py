@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 logger = logging.getLogger("stepwell")
+_CLOSE_SECONDS = 5.0
 _MAX_LINE_BYTES = 1 << 20
 
 
@@ -294,12 +295,19 @@ class Finished(Event):
 
 
 class EventLog:
-    """Appends events to one file. Never raises for a full or broken disk: it says so once in the log."""
+    """Appends events to one file. Never raises for a full or broken disk: it says so once in the log.
 
-    def __init__(self, path: Path, *, who: str, lineage: int = 0) -> None:
+    `background`: lines are written by a thread of its own, so that a file system that hangs does not hold training up.
+    """
+
+    def __init__(self, path: Path, *, who: str, lineage: int = 0, background: bool = False) -> None:
         self.path = path
         self.who = who
         self.lineage = lineage
+        self._background = background
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
         self._fd: int | None = None
         self._failed = False
         self._kept: list[tuple[int, dict[str, Any]]] = []
@@ -318,12 +326,29 @@ class EventLog:
             "kind": event.kind,
         }
         line.update(asdict(event))
+        data = json.dumps(line, default=str).encode() + b"\n"
+        if not self._background:
+            self._write(data)
+            return
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._drain, daemon=True, name="stepwell-events")
+                self._thread.start()
+        self._lines.put(data)
+
+    def _drain(self) -> None:
+        while (data := self._lines.get()) is not None:
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
         try:
-            if self._fd is None:
-                # A link could lead out of the run directory, and a pipe without a reader would block.
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                self._fd = os.open(self.path, flags, 0o644)
-            os.write(self._fd, json.dumps(line, default=str).encode() + b"\n")
+            with self._lock:
+                if self._fd is None:
+                    # A link could lead out of the run directory, and a pipe without a reader would block.
+                    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                    self._fd = os.open(self.path, flags, 0o644)
+                fd = self._fd
+            os.write(fd, data)
             self._failed = False
         except OSError as error:
             if not self._failed:
@@ -343,7 +368,13 @@ class EventLog:
             self.emit(Log(step=step, values=plain))
 
     def close(self) -> None:
-        """Close the file; a later emit opens it again."""
+        """Write what is left and close the file; a later emit opens it again."""
+        if self._thread is not None:
+            self._lines.put(None)
+            self._thread.join(_CLOSE_SECONDS)
+            if self._thread.is_alive():
+                return  # the file system hangs: the thread ends with the process
+            self._thread = None
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.harness import Ending, Run, Server
+from tests.crash.harness import Ending, Namespace, Run, Server
 
 MakeRun = Callable[..., Run]
 
@@ -34,8 +34,8 @@ def make_run(server: Server, tmp_path: Path) -> Iterator[MakeRun]:
     """Make runs in this test's directory; whatever is left of them is killed afterwards."""
     made: list[Run] = []
 
-    def make(name: str = "run", *, on: Server | None = None, where: Path | None = None, **env: str) -> Run:
-        run = Run(on or server, where or tmp_path / name, tmp_path / f"{name}.log", **env)
+    def make(name: str = "run", *, where: Path | None = None, namespace: Namespace | None = None, **env: str) -> Run:
+        run = Run(server, where or tmp_path / name, tmp_path / f"{name}.log", namespace, **env)
         made.append(run)
         return run
 

@@ -44,13 +44,13 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_
 
 
 class Server:
-    """The process that forks trainers. `command` runs it through something else, a mount namespace for instance."""
+    """The process that forks trainers."""
 
-    def __init__(self, command: list[str] | None = None) -> None:
+    def __init__(self) -> None:
         # One thread each: a forked child is then what a fresh process would be, and the bits do not depend on cores.
         single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
         self._process = subprocess.Popen(
-            [*(command or []), sys.executable, str(HERE / "server.py"), "stepwell-crash-server"],
+            [sys.executable, str(HERE / "server.py"), "stepwell-crash-server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **single},
@@ -58,7 +58,6 @@ class Server:
         )
         line = self._process.stdout.readline() if self._process.stdout is not None else ""
         assert line, "the fork server did not start; its error is above"
-        self.pid: int = json.loads(line)["ready"]
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -67,15 +66,34 @@ class Server:
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
 
-    def seen(self, path: Path) -> Path:
-        """A path as the server sees it, from outside of its mount namespace."""
-        return Path(f"/proc/{self.pid}/root") / path.relative_to("/")
-
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(timeout=DEADLINE_SECONDS)
         self._process.stdout.close()
+
+
+class Namespace:
+    """A mount namespace: nothing outside sees what is mounted in it, and it ends with the last process in it."""
+
+    def __init__(self, mount: str) -> None:
+        """`mount` is a shell command. Raises OSError with its message if it is not permitted."""
+        command = ["unshare", "--mount", "--propagation", "private", "sh", "-ec", f"{mount}\necho done\nexec sleep 1d"]
+        self._holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.pid = self._holder.pid
+        assert self._holder.stdout is not None and self._holder.stderr is not None
+        if self._holder.stdout.readline() != "done\n":
+            message = self._holder.stderr.read().strip()
+            self.close()
+            raise OSError(message)
+
+    def seen(self, path: Path) -> Path:
+        """A path in the namespace, from outside."""
+        return Path(f"/proc/{self.pid}/root") / path.relative_to("/")
+
+    def close(self) -> None:
+        self._holder.kill()
+        self._holder.communicate()
 
 
 class Process:
@@ -159,10 +177,11 @@ class Ending:
 class Run:
     """One run directory and every process that works on it."""
 
-    def __init__(self, server: Server, where: Path, log: Path, **env: str) -> None:
+    def __init__(self, server: Server, where: Path, log: Path, namespace: Namespace | None = None, **env: str) -> None:
         self.server = server
         self.where = where
-        self.paths = RunPaths(server.seen(where))
+        self.namespace = namespace
+        self.paths = RunPaths(where if namespace is None else namespace.seen(where))
         self.token = uuid.uuid4().hex
         self.env = {"STEPWELL_LINGER": "30", "TRAIN_PACE": "0.003", TOKEN: self.token, **env}
         self.log = log
@@ -174,7 +193,12 @@ class Run:
     def start(self, **env: str) -> Trainer:
         """Start the script once more, with what is committed verified. `env` holds for this trainer and its agents."""
         committed = self.check_newest()
-        request = {"start": [str(TRAINER), str(self.where)], "env": {**self.env, **env}, "log": str(self.log)}
+        request = {
+            "start": [str(TRAINER), str(self.where)],
+            "env": {**self.env, **env},
+            "log": str(self.log),
+            "namespace": 0 if self.namespace is None else self.namespace.pid,
+        }
         trainer = Trainer(self.server, request)
         self.trainers.append(trainer)
         self._committed[trainer.pid] = committed

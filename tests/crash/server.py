@@ -2,11 +2,13 @@
 
 This process never runs a second thread (it checks before every fork), so a child is what a fresh interpreter would be
 after `import torch`; it imports stepwell itself, and its agent is started by exec as always. Requests are lines of JSON
-on stdin: `{"start": [argv], "env": {...}, "log": path}` answers the pid, `{"reap": pid}` waits and answers the status.
+on stdin: `{"start": [argv], "env": {...}, "log": path, "namespace": pid}` answers the pid, `{"reap": pid}` waits and
+answers the status. A trainer enters the mount namespace of the process `namespace`, if that is not 0.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -29,7 +31,11 @@ def warm_up() -> None:
 
 
 def become_trainer(request: dict[str, object]) -> None:
-    """In the child: from here on this is an ordinary run of the script. Does not return."""
+    """In the child: from here on this is an ordinary run of the script."""
+    if request["namespace"]:
+        handle = os.open(f"/proc/{request['namespace']}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        if ctypes.CDLL(None, use_errno=True).setns(handle, 0):
+            raise OSError(ctypes.get_errno(), "setns")
     log = os.open(str(request["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):

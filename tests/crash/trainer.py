@@ -11,7 +11,6 @@ import random
 import resource
 import sys
 import time
-from pathlib import Path
 
 import numpy
 import torch
@@ -68,18 +67,13 @@ def main() -> None:
             optimizer.zero_grad()
             scheduler.step()
             ckpt.log(loss=loss)
-            if get("TRAIN_SPARE_BYTES"):
-                _limit_address_space(int(os.environ.pop("TRAIN_SPARE_BYTES")))
+            if get(
+                "TRAIN_FILE_BYTES"
+            ):  # the kernel refuses this process (not its agent) larger files, memory files too
+                resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["TRAIN_FILE_BYTES"]),) * 2)
             if pace:
                 time.sleep(pace)  # the length of a step, as a larger model would have it
             _misbehave(get("TRAIN_END"), optimizer)
-
-
-def _limit_address_space(spare_bytes: int) -> None:
-    """From here on the kernel refuses this process more than so many bytes."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + spare_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _misbehave(how: str | None, optimizer: torch.optim.Optimizer) -> None:

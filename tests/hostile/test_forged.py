@@ -59,7 +59,7 @@ def test_nothing_named_in_a_checkpoint_was_imported(results: Results) -> None:
 def test_control_with_a_safety_off_the_attack_gets_through(results: Results) -> None:
     found = {name.removeprefix("control: "): result for name, result in results.items() if name.startswith("control: ")}
     assert found["record of 100 GB"]["error"].startswith("UNEXPECTED MemoryError")
-    assert found["shard is a link"]["step"] == 2
+    assert found["record is a link"]["step"] == 2
     assert not found["events are a link"]["canary"]
     assert found["record name ../"]["astray"]
     assert "sched" in found["named tuple of another length"]["imported"]

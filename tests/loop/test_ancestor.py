@@ -1,7 +1,8 @@
 """The defects of the ancestor (CheckFreq's released code), each kept out by a test.
 
 Numbers as in our notes on it. Here are those of state, crash consistency and liveness that no other test names.
-The rest: 3, 4 `tests/snapshot/test_truth.py` - 9 `tests/hostile` - 12 `test_loop.py::test_retention` - 13 `test_restore.py` -
+The rest: 3, 4 `tests/snapshot/test_truth.py`
+- 9 `tests/hostile` - 12 `test_loop.py::test_retention` - 13 `test_restore.py` -
 15 `tests/agent/test_faults.py` - 16 `tests/agent/test_replacement.py` - 18, 19 `tests/gpu` - 20 to 28 are the policy's.
 """
 

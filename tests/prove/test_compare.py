@@ -11,7 +11,7 @@ import torch
 
 import stepwell
 from stepwell.errors import DamagedError, RestoreError
-from stepwell.prove.compare import Difference, compare_states, last_checkpoint
+from stepwell.prove.compare import Difference, compare_states, last_checkpoint, why_not_comparable
 
 
 def make(where: Path, change: Callable[[dict[str, Any]], object] = lambda state: None) -> Path:
@@ -78,6 +78,10 @@ def test_tensors_come_first_and_the_length_of_the_run_before_all(tmp_path: Path)
         ckpt.save().wait()
     found = compare_states(last_checkpoint(tmp_path / "a"), last_checkpoint(longer)).differences
     assert found[0].path == "stepwell/step"
+    one, two = last_checkpoint(tmp_path / "a"), last_checkpoint(longer)
+    assert why_not_comparable(one, two, same_length=False) is None
+    assert "step 0 uninterrupted and of step 1 killed" in (why_not_comparable(one, two, same_length=True) or "")
+    assert why_not_comparable(one, one, same_length=True) is None
 
 
 def test_the_last_checkpoint_counts_even_if_it_is_suspect(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ class Persister:
         """Make a snapshot durable and visible. Raises OSError or FencedError; older checkpoints stay as they are."""
         started = time.monotonic()
         crash_point("persist.begin")
+        if commit.was_committed(self.paths, pending.id):
+            return  # by an agent that died before it could say so: its files are not touched again
         directory = commit.open_checkpoint(self.paths, pending.id)
         entries = [self._write_live(pending, directory)]
         if pending.layout.frozen_bytes:

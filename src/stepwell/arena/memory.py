@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import struct
@@ -75,6 +76,8 @@ class Arena:
     @classmethod
     def allocate(cls, shape: ArenaShape) -> Arena:
         """Reserve the memory. Raises OSError (ENOMEM, ENOSPC) if there is not enough; takes time: 2 to 3 GB/s."""
+        if shape.nbytes > available_bytes():  # the kernel would not refuse: it takes page after page, then kills
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         fd = os.memfd_create("stepwell-arena", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, shape.nbytes)

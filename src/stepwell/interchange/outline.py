@@ -11,6 +11,7 @@ import base64
 import json
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -81,9 +82,18 @@ class Node:
 
 def outline(encoded: Any) -> Node:
     """Nodes of a typed tree. Raises DamagedError."""
-    try:
+    with damage_if_malformed():
         return _node(encoded, 0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+
+
+@contextmanager
+def damage_if_malformed() -> Iterator[None]:
+    """What goes wrong while a tree is taken apart is the fault of the tree."""
+    try:
+        yield
+    except RecursionError:
+        raise DamagedError("the tree of values is nested too deeply") from None
+    except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
         raise DamagedError(f"the tree of values is not valid: {error}") from error
 
 
@@ -99,7 +109,7 @@ def part(record: Record, only: str | None) -> Any:
 
 
 def _node(value: Any, depth: int) -> Node:
-    if depth > 2 * tree.MAX_DEPTH:
+    if depth > tree.MAX_DEPTH:
         raise DamagedError("the tree of values is nested too deeply")
     if isinstance(value, list):
         return _sequence("list", value, depth)
@@ -183,7 +193,8 @@ def numpy_scalar(payload: Any) -> bool | int | float | complex | bytes:
 
 def value_text(value: Any, limit: int = _MOST_CHARACTERS) -> str:
     """A plain value for a person, cut to `limit` characters."""
-    text = _text(value)
+    with damage_if_malformed():
+        text = _text(value)
     return text if len(text) <= limit else f"{text[: max(0, limit - 3)]}..."
 
 
@@ -194,7 +205,7 @@ def _text(value: Any) -> str:
         return str(value) if not isinstance(value, dict | list) else json.dumps(value)
     tag, payload = next(iter(value.items()))
     if tag in ("$bytes", "$bytearray"):
-        return f"{tag[1:]} of {len(base64.b64decode(payload))}"
+        return f"{tag[1:]} of {len(base64.b64decode(payload, validate=True))}"
     if tag == "$enum":
         return f"{payload[1]}.{payload[2]}"
     if tag == "$flag":

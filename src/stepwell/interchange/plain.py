@@ -11,10 +11,12 @@ from typing import Any, Final
 
 from stepwell.errors import StepwellError
 from stepwell.format import tree
-from stepwell.interchange.outline import key_text, numpy_scalar, tagged
+from stepwell.interchange.outline import damage_if_malformed, key_text, numpy_scalar, tagged
 
 _COMPLEX: Final = {"<c8": "complex64", "<c16": "complex128"}
 _PLAIN_NUMPY: Final = {"<f2", "<f4", "<f8", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8", "|i1", "|u1", "|b1"}
+_LONGEST_INT: Final = 2 * 250
+"""Hex digits of the largest whole number that the stock loader reads: 255 bytes, less sign and prefix."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,10 @@ class Plain:
 
 
 def simplify(encoded: Any) -> Plain:
-    """Rewrite a typed tree. It must have been outlined before, so that its form is known to be right."""
+    """Rewrite a typed tree. Raises DamagedError if it is not of its form."""
     plain = Plain()
-    plain.encoded = _simplify(encoded, (), plain)
+    with damage_if_malformed():
+        plain.encoded = _simplify(encoded, (), plain)
     return plain
 
 
@@ -90,7 +93,12 @@ def _simplify(value: Any, path: tree.Path, plain: Plain, *, is_key: bool = False
         number = numpy_scalar(payload)
         return became(type(number).__name__, tree.encode(number, path, _nothing))
     if tag in ("$npstr", "$npbytes"):
-        return became(tag[3:], payload if tag == "$npstr" else {"$bytes": payload})
+        plainer = payload if tag == "$npstr" else {"$bytes": payload}
+        return became(tag[3:], _simplify(plainer, path, plain, is_key=is_key))
+    if tag == "$int" and len(payload) > _LONGEST_INT:
+        return became("str", payload)
+    if tag == "$bytes" and not payload:  # the one bytes object that the stock loader refuses
+        return became("str", "") if is_key else became("bytearray", {"$bytearray": ""})
     if tag == "$ndarray":
         return became("tensor", _array(payload, plain))
     return value

@@ -65,6 +65,17 @@ def last_checkpoint(root: Path) -> LastCheckpoint:
     raise RestoreError(f"{root} holds no committed checkpoint", path=str(root))
 
 
+def why_not_comparable(undisturbed: LastCheckpoint, killed: LastCheckpoint, *, same_length: bool) -> str | None:
+    """Both runs did equally many steps and yet ended with checkpoints of different ones: nobody saved the end."""
+    one, two = undisturbed.record.id.step, killed.record.id.step
+    if one == two or not same_length:
+        return None
+    return (
+        f"the last checkpoint is that of step {one} uninterrupted and of step {two} killed: end the script with "
+        "ckpt.epochs(), ckpt.save() or ckpt.close(), so that the end itself is saved"
+    )
+
+
 def compare_states(undisturbed: LastCheckpoint, killed: LastCheckpoint) -> StateComparison:
     """Compare two checkpoints. Raises DamagedError if one of them is not what its record says."""
     found = compare((undisturbed.record, undisturbed.directory), (killed.record, killed.directory))

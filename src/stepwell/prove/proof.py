@@ -164,7 +164,7 @@ class Proof:
                 f"{names} global {what} never seeded, so the two runs differ there; nothing shows that {be} drawn from "
                 f"({seeds} would make sure)"
             )
-        if self.logs is not None and not self.logs.values:
+        if self.states is not None and self.logs is not None and not self.logs.values:
             found.append(
                 "nothing was logged, so only the final state was compared: ckpt.log(loss=loss) adds every step"
             )

@@ -25,7 +25,7 @@ from typing import Final, Protocol
 from stepwell.errors import ConfigError, StepwellError
 from stepwell.prove import history
 from stepwell.prove.command import Command
-from stepwell.prove.compare import StateComparison, compare_states, last_checkpoint
+from stepwell.prove.compare import compare_states, last_checkpoint, why_not_comparable
 from stepwell.prove.logs import compare_logs
 from stepwell.prove.moments import Moment, choose_moments
 from stepwell.prove.proof import Failure, Kill, Proof, Void
@@ -106,12 +106,13 @@ class Trial:
                 None if killed.kills else "the script failed before the first kill, although it had run through before"
             )
             return replace(proof, failure=failure, obstacle=why)
-        states: StateComparison | None = None
+        proof = replace(proof, logs=compare_logs(*lines, ignore=self.ignore))
         try:
-            states = compare_states(last_checkpoint(self.out / "reference"), last_checkpoint(self.out / "killed"))
+            one, two = last_checkpoint(self.out / "reference"), last_checkpoint(self.out / "killed")
+            obstacle = why_not_comparable(one, two, same_length=undisturbed.step == killed.step)
+            return replace(proof, obstacle=obstacle, states=None if obstacle else compare_states(one, two))
         except StepwellError as error:
-            proof = replace(proof, obstacle=f"the final checkpoints cannot be compared: {error}")
-        return replace(proof, states=states, logs=compare_logs(*lines, ignore=self.ignore))
+            return replace(proof, obstacle=f"the final checkpoints cannot be compared: {error}")
 
 
 def prepare_directory(out: Path) -> None:

@@ -47,6 +47,14 @@ def check_fence(paths: RunPaths, id: CheckpointId) -> None:
         )
 
 
+def was_committed(paths: RunPaths, id: CheckpointId) -> bool:
+    """Whether an earlier agent of this lineage committed it. On True its name is durable."""
+    if not os.path.lexists(paths.manifest(id)):
+        return False
+    files.sync_directory(paths.checkpoint(id))  # that agent may have died right before this
+    return True
+
+
 def publish_file(temporary: Path, final: Path) -> None:
     """A synced temporary file becomes part of the checkpoint."""
     files.rename(temporary, final)
@@ -77,7 +85,7 @@ def publish_record(paths: RunPaths, record: Record) -> RecordRef:
 def publish_manifest(paths: RunPaths, manifest: Manifest) -> None:
     """Let the checkpoint exist. On return it is durable.
 
-    A manifest that is already there was written by an earlier agent of this very lineage, for the same step.
+    A name that is already there was linked by an earlier agent of this very lineage, for the same snapshot.
     """
     check_fence(paths, manifest.id)
     files.put_new(paths.manifest(manifest.id), manifest.dump(), point="manifest")

@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import stat
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields

@@ -105,7 +105,7 @@ def crash_point(name: str, rank: int = 0) -> None:
     with _lock:
         _counts[name] = count = _counts.get(name, 0) + 1
     if count == _crash[2] and _is_first():
-        os.kill(os.getpid(), _crash[3])
+        signal.pthread_kill(threading.get_ident(), _crash[3])  # this thread: no other line of ours runs after it
 
 
 def _is_first() -> bool:

@@ -98,7 +98,7 @@ def test_it_is_gone_when_closed_even_with_a_view_left() -> None:
 
 
 def test_more_than_there_is_is_an_error_and_is_not_even_tried() -> None:
-    """The kernel takes page after page of a memfd and kills processes when there are none left: it must not be asked."""
+    """The kernel takes page after page of a memfd and then kills processes: it must not be asked."""
     with mock.patch.object(os, "posix_fallocate") as reserve, pytest.raises(OSError, match="Cannot allocate memory"):
         Arena.allocate(ArenaShape(1, 1, 1 << 60, 0))
     reserve.assert_not_called()

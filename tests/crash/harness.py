@@ -228,6 +228,11 @@ class Run:
         found: Process = wait_for(find, "agent known to the run")
         return found
 
+    def wait_paused(self) -> None:
+        """Until the trainer stands in its thirtieth step (TRAIN_END=wait), all its snapshots committed."""
+        sign = self.where.with_name(f"{self.where.name}.waits.{self.trainers[-1].pid}")
+        wait_for(sign.exists, "the trainer waits in its thirtieth step")
+
     def kill_agents(self) -> int:
         """SIGKILL every agent; returns how many there were."""
         agents = self.agents()

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 from tests.crash.harness import Ending, Run, children, wait_for
 
-EVERY, NTH = 4, 3
-STEP = EVERY * NTH
+NTH = 3
 
 
 def kill_after_snapshot(run: Run) -> None:
+    """The trainer dies in the moment when its third snapshot is complete in memory."""
     assert run.start(STEPWELL_CRASH=f"trainer!copy.complete:0:{NTH}").wait() == -signal.SIGKILL
+
+
+def wait_for_the_third(run: Run) -> int:
+    """Until the agent has committed all three, alone. Returns the step of the last."""
+    wait_for(lambda: len(run.events("commit")) == NTH, "the agent commits alone")
+    step: int = run.events("commit")[-1]["step"]
+    return step
 
 
 def test_a_complete_snapshot_becomes_durable_without_its_trainer(run: Run) -> None:
     kill_after_snapshot(run)
-    wait_for(lambda: run.newest_step() == STEP, "the agent commits alone")
-    assert run.check_newest() == STEP
+    assert run.check_newest() <= wait_for_the_third(run) == run.check_newest()
     (death,) = run.events("trainer-death")
     assert death["pid"] == run.trainers[0].pid
 
@@ -27,7 +34,8 @@ def test_a_successor_restores_it_from_memory(run: Run, reference: Ending) -> Non
     (agent,) = run.agents()
     run.finish()
     began = run.opening(run.trainers[1])
-    assert began is not None and (began["step"], began["source"]) == (STEP, "memory")
+    third = run.events("commit")[NTH - 1]["step"]
+    assert began is not None and (began["step"], began["source"]) == (third, "memory")
     (adopted,) = run.events("adopted")
     assert adopted["process"] == agent.pid and adopted["pid"] == run.trainers[1].pid
     agent.close()
@@ -37,30 +45,30 @@ def test_a_successor_restores_it_from_memory(run: Run, reference: Ending) -> Non
 
 def test_without_the_agent_it_is_restored_from_disk(run: Run, reference: Ending) -> None:
     kill_after_snapshot(run)
-    wait_for(lambda: run.newest_step() == STEP, "the agent commits alone")
+    step = wait_for_the_third(run)
     assert run.kill_agents() == 1
     run.finish()
     began = run.opening(run.trainers[1])
-    assert began is not None and (began["step"], began["source"]) == (STEP, "disk")
+    assert began is not None and (began["step"], began["source"]) == (step, "disk")
     run.check_identical(reference)
     run.check_nothing_left()
 
 
-def test_control_when_both_die_at_once_the_snapshot_is_lost(run: Run, reference: Ending) -> None:
+def test_control_when_both_die_at_once_the_snapshot_is_lost(run: Run, tmp_path: Path, reference: Ending) -> None:
     """The memory is what carries it: without the agent the run goes on from the checkpoint before."""
-    trainer = run.start(STEPWELL_CRASH=f"trainer!copy.complete:0:{NTH}:stop")
-    wait_for(trainer.is_stopped, "the snapshot is complete")
+    mark = str(tmp_path / "mark")
+    trainer = run.start(STEPWELL_CRASH=f"agent!persist.begin:0:{NTH}:stop", STEPWELL_CRASH_MARK=mark)
     agent = run.agent()
-    agent.signal(signal.SIGSTOP)  # so that it does not commit between the two kills
-    is_lost = run.newest_step() < STEP
+    wait_for(agent.is_stopped, "the third is complete, in memory only")
     trainer.kill()
     trainer.wait()
     assert run.kill_agents() == 1
     agent.close()
+    step = run.check_newest()
+    assert step == run.events("commit")[NTH - 2]["step"]
     run.finish()
     began = run.opening(run.trainers[1])
-    assert began is not None and began["source"] == "disk"
-    assert began["step"] < STEP or not is_lost
+    assert began is not None and (began["step"], began["source"]) == (step, "disk")
     run.check_identical(reference)
 
 
@@ -68,13 +76,13 @@ def test_a_lingering_agent_leaves_when_nobody_comes(run: Run) -> None:
     trainer = run.start(STEPWELL_CRASH=f"trainer!copy.complete:0:{NTH}", STEPWELL_LINGER="0.3")
     assert trainer.wait() == -signal.SIGKILL
     run.wait_gone()
-    assert run.check_newest() == STEP
+    assert run.check_newest() == wait_for_the_third(run)
 
 
 def test_loader_workers_do_not_hide_the_death_of_the_trainer(run: Run) -> None:
     """They inherit the socket, so that its end comes late; the agent watches the process itself."""
-    trainer = run.start(TRAIN_WORKERS="2", TRAIN_END="wait", TRAIN_EVERY="1")
-    wait_for(lambda: run.newest_step() >= 20, "it trains")
+    trainer = run.start(TRAIN_WORKERS="2", TRAIN_END="wait")
+    run.wait_paused()
     workers = children(trainer.pid)
     for worker in workers:
         worker.signal(signal.SIGSTOP)  # they cannot notice, so they stay and hold what they inherited

@@ -11,6 +11,8 @@ import random
 import resource
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -73,10 +75,10 @@ def main() -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["TRAIN_FILE_BYTES"]),) * 2)
             if pace:
                 time.sleep(pace)  # the length of a step, as a larger model would have it
-            _misbehave(get("TRAIN_END"), optimizer)
+            _misbehave(get("TRAIN_END"), optimizer, ckpt)
 
 
-def _misbehave(how: str | None, optimizer: torch.optim.Optimizer) -> None:
+def _misbehave(how: str | None, optimizer: torch.optim.Optimizer, ckpt: Any) -> None:
     """End in the way the environment asks for, in the thirtieth step."""
     if how is None or int(next(iter(optimizer.state.values()))["step"]) != 30:
         return
@@ -87,6 +89,8 @@ def _misbehave(how: str | None, optimizer: torch.optim.Optimizer) -> None:
     if how == "_exit":
         os._exit(4)
     if how == "wait":
+        ckpt.wait()
+        Path(f"{sys.argv[1]}.waits.{os.getpid()}").touch()
         time.sleep(600)  # until a test ends this process
 
 

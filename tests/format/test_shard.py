@@ -8,18 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
 from stepwell.errors import DamagedError
 from stepwell.format import dtypes
-from stepwell.format.record import Record
 from stepwell.format.shard import PAGE, LeafSpec, ShardLayout, header_bytes, lay_out, parse_header
-from tests.restore.build import RunBuilder
-from tests.state import zoo
-from tests.state.same import tensor_bytes
 
 KINDS = [*dtypes.NATIVE, *dtypes.AS_BYTES]
 SPECS = st.lists(
@@ -123,37 +118,3 @@ def test_control_the_unchanged_header_is_fine() -> None:
 def test_a_huge_header_length_is_found_before_anything_is_allocated(length: int) -> None:
     with pytest.raises(DamagedError, match="header claims"):
         header_bytes(struct.pack("<Q", length), 4096, path="shard")
-
-
-# -- committed shards -------------------------------------------------------------------------------------------------
-
-
-def test_every_committed_shard_opens_with_stock_safetensors(tmp_path: Path) -> None:
-    """All element types, the frozen file included: the stock library finds the same bytes, aligned, from a page on."""
-    build = RunBuilder(tmp_path / "run")
-    state = {"dtypes": zoo.every_dtype(), "tensors": zoo.tensors(), "more": {"odd / % \u00fc": torch.ones(3)}}
-    names = {f"dtypes/{name}" for name in list(zoo.every_dtype())[::2]}
-    id = build.write(state, 5, frozen=names)
-    directory = build.paths.checkpoint(id)
-    record = Record.load((directory / "rank-00000.json").read_bytes(), path="x")
-    expected = {f"dtypes/{name}": tensor for name, tensor in zoo.every_dtype().items()}
-    expected |= {f"tensors/{name}".replace("%", "%25"): tensor for name, tensor in zoo.tensors().items()}
-    assert [file.name for file in record.files] == ["rank-00000.safetensors", "rank-00000.frozen.safetensors"]
-    seen = 0
-    for number, file in enumerate(record.files):
-        data = (directory / file.name).read_bytes()
-        assert len(data) == file.nbytes
-        with safe_open(directory / file.name, framework="pt") as opened:
-            leaves = [leaf for leaf in record.leaves if leaf.file == number]
-            assert sorted(opened.keys()) == sorted(leaf.name for leaf in leaves)
-            assert min(leaf.start for leaf in leaves) % PAGE == 0
-            for leaf in leaves:
-                assert leaf.start % dtypes.itemsize(leaf.dtype) == 0
-                found = opened.get_tensor(leaf.name)
-                assert tensor_bytes(found) == data[leaf.start : leaf.end]
-                if leaf.dtype in dtypes.NATIVE:
-                    assert str(found.dtype) == f"torch.{leaf.dtype}" and tuple(found.shape) == leaf.shape
-                if leaf.name in expected:
-                    assert tensor_bytes(found) == tensor_bytes(expected[leaf.name])
-                    seen += 1
-    assert seen == len(expected)

@@ -12,7 +12,7 @@ from stepwell.prove.proof import Failure, Kill, Proof, Void, as_document
 
 KILL = Kill(1, 0.0, step=25, victim="trainer", resumed=20, source="memory", was_committed=True)
 EQUAL = StateComparison(step=100, tensors=3, nbytes=12, values=7, differences=[])
-SAME_LOGS = LogComparison(steps=100, values=100, repeated=105, first=None, names={})
+SAME_LOGS = LogComparison(steps=100, values=100, repeated=105, lost=0, first=None, names={})
 GOOD = Proof(
     asked=1, seed=0, steps=100, kills=[KILL], interval=10, states=EQUAL, logs=SAME_LOGS, lineage_steps={1: 0, 2: 20}
 )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
+import stepwell
 from stepwell import faults
-from stepwell.snapshot import snapshotter
+from stepwell.snapshot import host, snapshotter
 from stepwell.snapshot.guard import Guard
 from stepwell.snapshot.snapshotter import Snapshotter
 from stepwell.state.roles import Role, assign_roles
 from tests.snapshot.cases import CASES, averaged_through_data
-from tests.snapshot.truth import Outcome, run
+from tests.snapshot.truth import Case, Outcome, run
 
 
 @pytest.fixture(autouse=True)
@@ -31,16 +33,30 @@ def test_checkpoint_equals_state_at_its_step(name: str, strategy: str, run_dir: 
     assert "snapshot-void" not in outcome.kinds()
 
 
+def late(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """The same loop with copies that begin only after the next iteration's optimizer step."""
+    may_copy, inner = threading.Event(), case.body
+    monkeypatch.setattr(host, "slow_copy", lambda: may_copy.wait(30))
+
+    def body(ckpt: stepwell.Checkpointer, number: int) -> None:
+        inner(ckpt, number)
+        may_copy.set()
+        if ckpt._snapshotter._inflight is not None:
+            ckpt._snapshotter._inflight.done.wait(30)
+        may_copy.clear()
+
+    return Case(case.tracked, body, case.options)
+
+
 @pytest.mark.parametrize("name", ["adam", "adam-foreach", "sgd", "several"])
 def test_control_without_the_gate(name: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the gate the guard voids snapshots; without the guard too, the bytes are wrong."""
     monkeypatch.setattr(Snapshotter, "gate", lambda self: None)
-    outcome = run(CASES[name]("cpu"), run_dir / "guarded", steps=3)
+    outcome = run(late(CASES[name]("cpu"), monkeypatch), run_dir / "guarded", steps=3)
     assert outcome.wrong()
     assert "snapshot-void" in outcome.kinds()
     monkeypatch.setattr(Guard, "changed", lambda self: None)
-    monkeypatch.setattr(faults, "_slow_copy", 0.1)
-    outcome = run(CASES[name]("cpu"), run_dir / "bare", steps=3)
+    outcome = run(late(CASES[name]("cpu"), monkeypatch), run_dir / "bare", steps=3)
     assert any(problem.endswith("weight") for problem in outcome.wrong())
 
 

@@ -2,15 +2,17 @@
 
 Owns:    what "equal" means for them: every time the disturbed run did a step, it logged what the undisturbed one had
          logged, bit for bit; and in the end nothing is missing and nothing is new.
-Holds:   a kill may cut off the last values of a lineage, so each lineage counts as far as it got.
+Holds:   a trainer writes its events by a thread of its own, so a kill may take the last values of a lineage along: each
+         lineage counts as far as it got, and what is missing from there up to where the next one resumed is `lost`.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from stepwell.prove.history import EventLine
 
@@ -32,11 +34,14 @@ class LogDifference:
 
 @dataclass(frozen=True)
 class LogComparison:
-    """How many steps and values were compared, how often, and what differs (by name: how many steps)."""
+    """How many steps and values there were, how many the disturbed run logged in all, how many of its own died with
+    it, and what differs (by name: in how many steps).
+    """
 
     steps: int
     values: int
     repeated: int
+    lost: int
     first: LogDifference | None
     names: dict[str, int]
 
@@ -47,11 +52,22 @@ class LogComparison:
 
 
 def compare_logs(
-    undisturbed: Iterable[EventLine], disturbed: Iterable[EventLine], *, ignore: Collection[str] = ()
+    undisturbed: Iterable[EventLine],
+    disturbed: Iterable[EventLine],
+    *,
+    resumed: Mapping[int, int],
+    ignore: Collection[str] = (),
 ) -> LogComparison:
-    """Compare all logged values. `ignore`: names that differ by nature, such as times."""
+    """Compare all logged values.
+
+    resumed:  lineage of the disturbed run -> step at which it began
+    ignore:   names that differ by nature, such as times
+    """
     (expected, *_), found = _by_lineage(undisturbed, ignore).values() or [{}], _by_lineage(disturbed, ignore)
-    differences = list(_differences(expected, found))
+    missing = list(_missing(expected, found))
+    died = _died(found, resumed)
+    lost = [item for item in missing if any(first <= item.step <= last for first, last in died)]
+    differences = [*_differences(expected, found), *(item for item in missing if item not in lost)]
     names: dict[str, set[int]] = defaultdict(set)
     for difference in differences:
         names[difference.name].add(difference.step)
@@ -59,6 +75,7 @@ def compare_logs(
         steps=len({step for step, _ in expected}),
         values=sum(map(len, expected.values())),
         repeated=sum(len(values) for logged in found.values() for values in logged.values()),
+        lost=len(lost),
         first=min(differences, key=lambda item: (item.step, item.lineage or 0), default=None),
         names={name: len(steps) for name, steps in sorted(names.items())},
     )
@@ -76,17 +93,28 @@ def _by_lineage(lines: Iterable[EventLine], ignore: Collection[str]) -> dict[int
     return dict(found)
 
 
-def _differences(expected: _Logged, found: Mapping[int, _Logged]) -> Iterable[LogDifference]:
-    seen: dict[_Key, int] = defaultdict(int)
+def _differences(expected: _Logged, found: Mapping[int, _Logged]) -> Iterator[LogDifference]:
+    """Values that the undisturbed run did not log, or not like this."""
     for lineage, logged in found.items():
         for (step, name), values in logged.items():
             wanted = expected.get((step, name), [])
-            seen[step, name] = max(seen[step, name], len(values))
             for position, value in enumerate(values):
                 if position >= len(wanted) or wanted[position] != value:
                     shown = wanted[position] if position < len(wanted) else NOTHING
                     yield LogDifference(step, name, shown, value, lineage)
                     break
+
+
+def _missing(expected: _Logged, found: Mapping[int, _Logged]) -> Iterator[LogDifference]:
+    """Values that no lineage logged."""
     for (step, name), wanted in expected.items():
-        if seen[step, name] < len(wanted):
-            yield LogDifference(step, name, wanted[seen[step, name]], NOTHING, None)
+        seen = max((len(logged.get((step, name), ())) for logged in found.values()), default=0)
+        if seen < len(wanted):
+            yield LogDifference(step, name, wanted[seen], NOTHING, None)
+
+
+def _died(found: Mapping[int, _Logged], resumed: Mapping[int, int]) -> list[tuple[int, int]]:
+    """For each lineage but the last: from its last line to the step where the next one resumed."""
+    numbers = sorted(resumed)
+    last = {number: max((step for step, _ in found.get(number, ())), default=resumed[number]) for number in numbers}
+    return [(last[number], resumed[after]) for number, after in pairwise(numbers)]

@@ -168,6 +168,8 @@ class Proof:
             found.append(
                 "nothing was logged, so only the final state was compared: ckpt.log(loss=loss) adds every step"
             )
+        if self.logs is not None and self.logs.lost:
+            found.append(f"logged values that died with a killed trainer before they were written: {self.logs.lost}")
         if self.ignored:
             found.append(f"logged values not compared: {', '.join(self.ignored)}")
         groups: dict[tuple[str, str], list[Void]] = {}

@@ -106,7 +106,7 @@ class Trial:
                 None if killed.kills else "the script failed before the first kill, although it had run through before"
             )
             return replace(proof, failure=failure, obstacle=why)
-        proof = replace(proof, logs=compare_logs(*lines, ignore=self.ignore))
+        proof = replace(proof, logs=compare_logs(*lines, resumed=proof.lineage_steps, ignore=self.ignore))
         try:
             one, two = last_checkpoint(self.out / "reference"), last_checkpoint(self.out / "killed")
             obstacle = why_not_comparable(one, two, same_length=undisturbed.step == killed.step)

@@ -84,6 +84,6 @@ def remove_strays(paths: RunPaths, lineage: int) -> None:
     for directory in (paths.root, paths.lineages):
         for name in os.listdir(directory):
             final = name.partition(".json.")[0]
-            is_taken = name.startswith("run.json.") or (final.isdigit() and int(final) <= lineage)
+            is_taken = name.startswith("run.json.") or (final.isdecimal() and int(final) <= lineage)
             if is_taken and name.endswith(files.TEMPORARY):
                 files.remove(directory / name)

@@ -21,7 +21,7 @@ import torch
 import stepwell.reopen
 from stepwell.errors import DamagedError, RestoreError
 from stepwell.format.manifest import Lineage
-from stepwell.format.record import Record
+from stepwell.format.record import FileEntry
 from stepwell.restore import read
 from stepwell.store.catalog import read_record
 from stepwell.store.paths import RunPaths
@@ -81,12 +81,14 @@ class Target:
     def forget_events(self) -> None:
         self.build.paths.events.unlink(missing_ok=True)
 
-    def assert_read_fails(self, record: Record, path: Path) -> None:
-        """The verified read of the newest checkpoint's files stops at `path`, by name."""
+    def assert_read_fails(self, file: FileEntry, path: Path) -> None:
+        """The verified read of the file stops, by name."""
         with pytest.raises(DamagedError, match=re.escape(str(path))):
-            read.read_record_leaves(
-                record, lambda file: read.FileSource(path.parent / file.name), None, lambda *_: None
-            )
+            source = read.FileSource(path)
+            try:
+                read.read_file(source, file, [], lambda *_: None, check_all=True)
+            finally:
+                source.close()
 
 
 @pytest.fixture
@@ -150,7 +152,7 @@ def test_every_flipped_byte_is_found(quick: Target, name: str) -> None:
         if name.endswith(".json") or position % 16 == 0:
             quick.assert_falls_back(path)
         else:
-            quick.assert_read_fails(record, path)
+            quick.assert_read_fails(next(file for file in record.files if file.name == name), path)
         flip(path, position, bit)
     assert path.read_bytes() == whole
 

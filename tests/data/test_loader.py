@@ -1,0 +1,281 @@
+"""The data wrapper: an order that depends on (seed, epoch) alone, a resume at any batch, and nothing read twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from stepwell.data.loader import Batches, LoaderSource, SequenceSource, epoch_seed, make_source
+from stepwell.errors import DataError
+
+N = 23
+
+
+class Counted(Dataset[int]):
+    """Items 0 to 22; counts how often each is read, in whatever process."""
+
+    def __init__(self) -> None:
+        self.reads = torch.zeros(N, dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> int:
+        self.reads[index] += 1
+        return index
+
+
+class Buckets(Sampler[list[int]]):
+    """A batch sampler of the user's own, whose order depends on a generator it lets us set."""
+
+    def __init__(self) -> None:
+        self.generator: torch.Generator | None = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(6, generator=self.generator).tolist()
+        return iter([list(range(b * 4, min(N, b * 4 + 4))) for b in order])
+
+    def __len__(self) -> int:
+        return 6
+
+
+class Epochal(Sampler[int]):
+    """A sampler whose order depends on `set_epoch` alone."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(i * 5 + self.epoch) % N for i in range(N)])
+
+    def __len__(self) -> int:
+        return N
+
+
+class Shuffled(Sampler[int]):
+    """Draws from the global generator: cannot be brought back."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(N).tolist())
+
+    def __len__(self) -> int:
+        return N
+
+
+class ShuffledBatches(BatchSampler):
+    """Inherits from BatchSampler and shuffles behind its back."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(super().__iter__())
+        random.shuffle(batches)
+        return iter(batches)
+
+
+def loaders() -> dict[str, Any]:
+    data = Counted()
+    return {
+        "in order": DataLoader(data, batch_size=4),
+        "shuffled": DataLoader(data, batch_size=4, shuffle=True),
+        "drop last": DataLoader(data, batch_size=4, shuffle=True, drop_last=True),
+        "no batches": DataLoader(data, batch_size=None, shuffle=True),
+        "collate": DataLoader(data, batch_size=4, shuffle=True, collate_fn=lambda items: [max(items), *items]),
+        "own generator": DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        "with replacement": DataLoader(
+            data, batch_size=4, sampler=RandomSampler(data, replacement=True, num_samples=30)
+        ),
+        "weighted": DataLoader(data, batch_size=4, sampler=WeightedRandomSampler([1.0] * N, 20)),
+        "subset": DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(range(5, 20))),
+        "distributed": DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=2, rank=1)),
+        "set_epoch": DataLoader(data, batch_size=4, sampler=Epochal()),
+        "batch sampler": DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 5, drop_last=False)),
+        "own batch sampler": DataLoader(data, batch_sampler=Buckets()),
+        "list sampler": DataLoader(data, batch_size=4, sampler=[3, 1, 2, 9, 8]),
+        "workers": DataLoader(data, batch_size=4, shuffle=True, num_workers=2),
+    }
+
+
+def plain(batches: Any) -> list[Any]:
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
+
+
+@pytest.mark.parametrize("name", loaders())
+def test_the_order_is_a_function_of_seed_and_epoch(name: str) -> None:
+    def order(seed: int, epoch: int) -> list[Any]:
+        torch.manual_seed(random.randrange(1000))
+        return plain(make_source(loaders()[name], seed).open(epoch, 0))
+
+    first = order(5, 2)
+    assert order(5, 2) == first
+    if name not in ("in order", "list sampler"):
+        assert order(5, 3) != first
+    if name not in ("in order", "list sampler", "distributed", "set_epoch"):
+        assert order(6, 2) != first
+    assert make_source(loaders()[name], 5).count() == len(first)
+
+
+@pytest.mark.parametrize("name", [name for name in loaders() if name != "workers"])
+def test_a_resume_at_every_batch_is_the_tail(name: str) -> None:
+    source = make_source(loaders()[name], 5)
+    whole = plain(source.open(1, 0))
+    for skip in range(len(whole) + 1):
+        assert plain(source.open(1, skip)) == whole[skip:]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_resume_with_workers_is_the_tail(persistent: bool) -> None:
+    def make() -> LoaderSource:
+        loader = DataLoader(Counted(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=persistent)
+        return LoaderSource(loader, 5)
+
+    uninterrupted = make()
+    epochs = [plain(uninterrupted.open(epoch, 0)) for epoch in (0, 1)]
+    assert sorted(item for batch in epochs[0] for item in batch) == list(range(N))
+    resumed = make()
+    assert plain(resumed.open(0, 2)) == epochs[0][2:]
+    assert plain(resumed.open(1, 0)) == epochs[1], "and the next epoch after it"
+    assert plain(resumed.open(1, 6)) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_skipped_is_not_read(workers: int) -> None:
+    data = Counted()
+    source = LoaderSource(DataLoader(data, batch_size=4, shuffle=True, num_workers=workers), 5)
+    whole = plain(source.open(0, 0))
+    assert data.reads.tolist() == [1] * N
+    data.reads.zero_()
+    assert plain(source.open(0, 4)) == whole[4:]
+    tail = {item for batch in whole[4:] for item in batch}
+    assert data.reads.tolist() == [int(index in tail) for index in range(N)]
+
+
+@pytest.mark.parametrize("name", loaders())
+def test_the_global_generators_are_neither_read_nor_moved(name: str) -> None:
+    source = make_source(loaders()[name], 5)
+    torch.manual_seed(1)
+    numpy.random.seed(1)
+    random.seed(1)
+    expected = torch.rand(1), numpy.random.rand(), random.random()
+    torch.manual_seed(1)
+    numpy.random.seed(1)
+    random.seed(1)
+    plain(source.open(0, 0))
+    plain(source.open(0, 3))
+    assert (torch.rand(1), numpy.random.rand(), random.random()) == expected
+
+
+def test_control_the_user_s_own_loader_does_draw_from_the_global_generator() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    list(DataLoader(Counted(), batch_size=4, shuffle=True))
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_seeds_of_epochs_share_nothing() -> None:
+    seeds = {epoch_seed(seed, epoch) for seed in range(30) for epoch in range(30)}
+    assert len(seeds) == 900 and all(0 <= seed < 1 << 63 for seed in seeds)
+    assert epoch_seed(7, 3) == 8207044240428805746, "a run goes on in the same order under every later version"
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+REFUSED = {
+    "IterableDataset": lambda: DataLoader(Stream(), batch_size=2),
+    "Shuffled": lambda: DataLoader(Counted(), sampler=Shuffled()),
+    "ShuffledBatches": lambda: DataLoader(
+        Counted(), batch_sampler=ShuffledBatches(SequentialSampler(range(N)), 4, False)
+    ),
+    "Shuffled in batches": lambda: DataLoader(Counted(), batch_sampler=BatchSampler(Shuffled(), 4, False)),
+    "generator": lambda: (i for i in range(3)),
+    "dict": lambda: {1: 2},
+    "str": lambda: "abc",
+    "int": lambda: 5,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_resumed_is_refused_with_what_to_do(name: str) -> None:
+    with pytest.raises(DataError, match=r"call ckpt\.step") as caught:
+        make_source(REFUSED[name](), 1)
+    assert name.split()[0] in str(caught.value)
+
+
+# -- what ckpt.data is ------------------------------------------------------------------------------------------------
+
+
+class Loop:
+    """Stands for the Checkpointer: notes what it is told."""
+
+    def __init__(self, source: Any = None, *, is_given: bool = True) -> None:
+        self.said: list[str] = []
+        self.data = Batches(
+            is_given=is_given,
+            on_start=lambda: self.said.append("start"),
+            on_request=lambda: self.said.append("request"),
+            on_delivered=lambda: self.said.append("delivered"),
+        )
+        if source is not None:
+            self.data.attach(source)
+
+
+def test_a_delivered_batch_counts_and_the_request_comes_before_it() -> None:
+    loop = Loop(SequenceSource(["a", "b"]))
+    seen = []
+    for batch in loop.data:
+        seen.append((batch, loop.data.consumed, loop.data.is_at_end))
+    assert seen == [("a", 1, False), ("b", 2, True)]
+    assert loop.said == ["start", "request", "delivered", "request", "delivered", "request"]
+    assert len(loop.data) == 2
+
+
+def test_after_a_break_the_rest_of_the_epoch_is_left() -> None:
+    loop = Loop(SequenceSource(list("abcde")))
+    for batch in loop.data:
+        if batch == "b":
+            break
+    assert loop.data.consumed == 2
+    assert list(loop.data) == ["c", "d", "e"]
+
+
+def test_the_next_round_is_the_next_epoch() -> None:
+    loop = Loop(SequenceSource(list("ab")))
+    assert list(loop.data) == ["a", "b"] and loop.data.epoch == 0
+    assert list(loop.data) == ["a", "b"] and loop.data.epoch == 1
+
+
+def test_seek() -> None:
+    loop = Loop(SequenceSource(list("abc")))
+    loop.data.seek(4, 2)
+    assert list(loop.data) == ["c"] and loop.data.epoch == 4
+    loop.data.seek(4, 3)
+    assert loop.data.is_at_end and list(loop.data) == []
+
+
+def test_without_data_it_says_what_to_do() -> None:
+    loop = Loop(is_given=False)
+    with pytest.raises(DataError, match="no data= was given"):
+        list(loop.data)
+    with pytest.raises(TypeError):
+        len(loop.data)
+    assert not loop.data.is_at_end

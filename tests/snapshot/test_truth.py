@@ -34,16 +34,15 @@ def test_checkpoint_equals_state_at_its_step(name: str, strategy: str, run_dir: 
 
 
 def late(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
-    """The same loop with copies that begin only after the next iteration's optimizer step."""
+    """The same loop; the first snapshot's copies begin only after the next iteration's optimizer step."""
     may_copy, inner = threading.Event(), case.body
     monkeypatch.setattr(host, "slow_copy", lambda: may_copy.wait(30))
 
     def body(ckpt: stepwell.Checkpointer, number: int) -> None:
         inner(ckpt, number)
-        may_copy.set()
         if ckpt._snapshotter._inflight is not None:
+            may_copy.set()  # for good: what comes after a void snapshot is taken blocking
             ckpt._snapshotter._inflight.done.wait(30)
-        may_copy.clear()
 
     return Case(case.tracked, body, case.options)
 

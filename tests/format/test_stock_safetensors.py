@@ -48,7 +48,7 @@ def test_every_committed_shard_opens_with_stock_safetensors(tmp_path: Path) -> N
 
 
 def test_the_shards_of_a_real_run_open_too(run_dir: Path) -> None:
-    """Written by the agent, direct where the file system has it: a tied weight once, frozen parameters in a file of their own."""
+    """Written by the agent: a tied weight once, frozen parameters in a file of their own."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3), torch.nn.Linear(3, 4))
     model[2].weight = model[0].weight

@@ -1,0 +1,152 @@
+"""docs/format.md says what the code does: names, numbers, dumps and vectors on the page are compared with both."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from stepwell import events, faults
+from stepwell.data.loader import epoch_seed
+from stepwell.format import document, record, shard, tree
+from stepwell.format.checksum import BLOCK_BYTES, block_digest, document_digest
+from stepwell.format.manifest import Lineage, Manifest, RecordRef, Run
+from stepwell.state import flatten
+from stepwell.store import catalog, lineage, progress
+from stepwell.types import CheckpointId
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "format.md").read_text()
+V1 = ROOT / "tests" / "golden" / "v1"
+CHECKPOINT = "step-000000000003.l0001"
+
+
+def section(number: int) -> str:
+    return PAGE.split(f"\n## {number}. ")[1].split("\n## ")[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of all table rows."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"```\n(.*?)```", text, re.S)
+
+
+def test_the_tree_is_the_golden_run() -> None:
+    (drawn,) = blocks(section(2))
+    found = {name: int(size) for name, size in re.findall(r"^\s*(\S+)\s+(\d+) bytes", drawn, re.M)}
+    sizes = {path.relative_to(V1) for path in V1.rglob("*") if path.is_file()}
+    expected = {(str(p) if p.parts[0] != CHECKPOINT else p.name): (V1 / p).stat().st_size for p in sizes}
+    assert found == expected
+
+
+def test_the_dump_is_the_golden_frozen_file() -> None:
+    (dump,) = blocks(section(3))
+    data = (V1 / CHECKPOINT / "rank-00000.frozen.safetensors").read_bytes()
+    lines = [line for line in dump.splitlines() if line != "*"]
+    for line in lines:
+        start, rest = int(line[:8], 16), line[10:49].replace(" ", "")
+        assert data[start : start + len(rest) // 2] == bytes.fromhex(rest)
+    assert set(data[0x80:0x1000]) == {0x20} and len(data) == 0x1006
+
+
+def test_the_fields_are_all_there() -> None:
+    text = section(4)
+    names = {name for row in rows(text) for name in quoted(row[0])}
+    run = Run("0" * 16, 1, 1.0)
+    line = Lineage(number=1, parent=0, step=0, created=1.0, host="h")
+    manifest = Manifest(run="0" * 16, id=CheckpointId(1, 0, 1), world_size=1, created=1.0,
+                        records=(RecordRef("r", 1, "0" * 32),), nbytes=1)  # fmt: skip
+    written = set(json.loads((V1 / CHECKPOINT / "rank-00000.json").read_bytes()))
+    for made in (run, line, manifest):
+        written |= set(json.loads(made.dump()))
+    written |= {field.name for field in fields(record.LeafEntry)}
+    assert names == written - {"format", "checksum"}
+    for field in (*fields(record.FileEntry), *fields(RecordRef)):
+        assert f"`{field.name}`" in text
+    for kind in (record.KIND, "stepwell.manifest/1", "stepwell.run/1", "stepwell.lineage/1"):
+        assert f"`{kind}`" in text
+    (golden,) = blocks(text)
+    assert golden.encode() == (V1 / "run.json").read_bytes()
+    own = json.loads((V1 / CHECKPOINT / "rank-00000.json").read_bytes())["tree"]["stepwell"]
+    for name in (*own, *own["rng"]):
+        assert f"`{name}`" in text
+
+
+def test_progress_has_the_size_and_mark_it_is_said_to_have() -> None:
+    assert f"{progress._FORMAT.size} bytes" in section(4) and progress._MAGIC.decode() in section(4)
+    assert f"in a file of {progress._NBYTES}" in section(4)
+
+
+def test_the_tags_are_all_there() -> None:
+    """Every `$tag` in the two modules that write and read them, and no other."""
+    source = inspect.getsource(tree) + inspect.getsource(flatten)
+    known = set(re.findall(r'"(\$[a-z_]+)"', source))
+    known |= {"$bytes", "$bytearray", "$set", "$frozenset", "$range", "$slice"}  # written with the name of the type
+    assert {tag for row in rows(section(5)) for tag in quoted(row[0]) if tag.startswith("$")} == known
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("record | 64 MiB", document.MAX_DOCUMENT_BYTES == 64 << 20),
+        ("manifest | 16 MiB", catalog._MAX_MANIFEST_BYTES == 16 << 20),
+        ("`run.json`, lineage | 64 KiB", lineage._MAX_BYTES == 64 << 10),
+        ("shard header | 100 000 000 bytes", shard.MAX_HEADER_BYTES == 100_000_000),
+        ("block | 64 MiB, a multiple of 4096", record.MAX_BLOCK_BYTES == 64 << 20),
+        ("written with 4 MiB", BLOCK_BYTES == 4 << 20),
+        ("depth of values | 100", tree.MAX_DEPTH == 100),
+        ("lineages of a run | 1 000 000", lineage._MAX_LINEAGES == 1_000_000),
+        ("event line | 1 MiB", events._MAX_LINE_BYTES == 1 << 20),
+        ("file name | 200", "{0,199}" in record._FILE_NAME.pattern),
+    ],
+)
+def test_the_limits(text: str, value: bool) -> None:
+    assert text in section(6) and value
+
+
+def test_the_crash_points_are_all_there_in_order() -> None:
+    found = [quoted(row[0])[0] for row in rows(section(10)) if quoted(row[0])]
+    assert sorted(found) == sorted(faults.POINTS)
+
+
+def test_the_vectors() -> None:
+    text = section(13)
+    inputs = {"no bytes": b"", "`stepwell`": b"stepwell", "4 MiB of zeros": bytes(4 << 20)}
+    checked = 0
+    for row in rows(text):
+        if row[0] in inputs:
+            assert quoted(row[1]) == [block_digest(inputs[row[0]])]
+            assert not row[2] or quoted(row[2]) == [document_digest(inputs[row[0]])]
+            checked += 1
+        elif quoted(row[0]):
+            assert quoted(row[1]) == [block_digest((V1 / quoted(row[0])[0]).read_bytes())]
+            checked += 1
+    assert checked == 3 + len([path for path in V1.rglob("*") if path.is_file()])
+    (values,) = blocks(text)
+    assert json.loads(values) == json.loads((V1 / CHECKPOINT / "rank-00000.json").read_bytes())["tree"]["values"]
+    assert str(epoch_seed(7, 3)) in text
+
+
+def test_the_page_is_ascii_and_its_dump_is_what_xxd_prints() -> None:
+    assert PAGE.isascii()
+    path = V1 / CHECKPOINT / "rank-00000.frozen.safetensors"
+    (dump,) = blocks(section(3))
+    try:
+        printed = subprocess.run(["xxd", str(path)], capture_output=True, text=True, check=True).stdout.splitlines()
+    except FileNotFoundError:
+        return  # compared byte by byte above; this is about the look of it
+    assert [line.rstrip() for line in dump.splitlines() if line != "*"][:8] == [line.rstrip() for line in printed[:8]]

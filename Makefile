@@ -16,7 +16,7 @@ soak: $(STAMP)
 	@$(PY) -m pytest -n 2 -m soak --timeout 7200
 
 demo: $(STAMP)
-	@echo "training on handwritten digits twice: once undisturbed, once with five kills (about a minute)"
+	@echo "training on handwritten digits twice: once uninterrupted, once with five kills (about a minute)"
 	@$(PY) -m stepwell.cli.main prove --kills 5 --out build/demo -- $(PY) examples/digits.py
 
 lint: $(STAMP)

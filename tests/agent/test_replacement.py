@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from stepwell.agent.client import AgentClient, find_orphan
+from stepwell.arena.channel import Channel
 from stepwell.errors import AgentError
 from stepwell.store.lineage import read_run
 from stepwell.store.paths import RunPaths
@@ -174,3 +177,28 @@ def test_an_agent_whose_trainer_lives_is_not_handed_over(run_dir: Path) -> None:
     assert find_orphan(puppet.run.id, 0) is None
     assert puppet.save(2)["type"] == "durable"
     assert puppet.close()
+
+
+def test_a_peer_that_answers_and_leaves_at_once_is_heard() -> None:
+    """As an agent that refuses a successor: its answer must not be taken for a broken connection."""
+    ours, theirs = socket.socketpair()
+    peer = Channel(theirs)
+
+    class Sending:
+        """Our socket, whose peer answers and leaves before the call that sent the question returns."""
+
+        def sendmsg(self, *arguments: Any) -> int:
+            sent = ours.sendmsg(*arguments)
+            assert peer.receive() is not None
+            peer.send({"type": "refused"})
+            peer.close()
+            return sent
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ours, name)
+
+    channel = Channel(cast(socket.socket, Sending()))
+    channel.send({"type": "adopt"})
+    received = channel.receive()
+    assert received is not None and received[0] == {"type": "refused"}
+    channel.close()

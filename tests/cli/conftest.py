@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,19 +11,6 @@ import pytest
 from tests.cli.commands import Training, train
 
 
-def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A directory made by the first of the xdist workers that needs it, and shared by all."""
-    base = factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    with (shared / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        where, done = shared / name, shared / f"{name}.done"
-        if not done.exists():
-            make(where)
-            done.touch()
-    return where
-
-
 @pytest.fixture(scope="session")
 def made_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the tests of the command line look at; not to be changed.
@@ -33,24 +18,21 @@ def made_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lineage 1: steps 2, 4, 6 (named best), 8.  lineage 2 left it at 4: steps 6, 8 (with a file), 9 (not finite).
     So 6.l0001 and 8.l0001 are an abandoned branch, and a restart uses 8.l0002.
     """
-
-    def make(where: Path) -> None:
-        train(where, "--until", 8, "--save", "2,4,6,8", "--name", "6:best")
-        train(where, "--until", 9, "--save", "6,8,9", "--attach", 8, "--nan-at", 9, "--restore-step", 4)
-
-    return make_once(tmp_path_factory, "made_run", make)
+    # Each xdist worker makes its own: copies share the run's id, and so would see each other's agents.
+    where = tmp_path_factory.mktemp("made") / "run"
+    train(where, "--until", 8, "--save", "2,4,6,8", "--name", "6:best")
+    train(where, "--until", 9, "--save", "6,8,9", "--attach", 8, "--nan-at", 9, "--restore-step", 4)
+    return where
 
 
 @pytest.fixture(scope="session")
 def crashed_run(made_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, and a third process whose agent died just before it committed step 10, every time it tried."""
-
-    def make(where: Path) -> None:
-        shutil.copytree(made_run, where)
-        crash = {"STEPWELL_CRASH": "agent!manifest.written:0:1"}
-        train(where, "--until", 10, "--save", 10, "--restore-step", 8, code=1, **crash)
-
-    return make_once(tmp_path_factory, "crashed_run", make)
+    where = tmp_path_factory.mktemp("crashed") / "run"
+    shutil.copytree(made_run, where)
+    crash = {"STEPWELL_CRASH": "agent!manifest.written:0:1"}
+    train(where, "--until", 10, "--save", 10, "--restore-step", 8, code=1, **crash)
+    return where
 
 
 @pytest.fixture

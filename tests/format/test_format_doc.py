@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import subprocess
 from dataclasses import fields
 from pathlib import Path
 
@@ -141,12 +140,5 @@ def test_the_vectors() -> None:
     assert str(epoch_seed(7, 3)) in text
 
 
-def test_the_page_is_ascii_and_its_dump_is_what_xxd_prints() -> None:
+def test_the_page_is_ascii() -> None:
     assert PAGE.isascii()
-    path = V1 / CHECKPOINT / "rank-00000.frozen.safetensors"
-    (dump,) = blocks(section(3))
-    try:
-        printed = subprocess.run(["xxd", str(path)], capture_output=True, text=True, check=True).stdout.splitlines()
-    except FileNotFoundError:
-        return  # compared byte by byte above; this is about the look of it
-    assert [line.rstrip() for line in dump.splitlines() if line != "*"][:8] == [line.rstrip() for line in printed[:8]]

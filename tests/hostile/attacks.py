@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stepwell.format.document import MAX_DOCUMENT_BYTES
-from tests.hostile.forge import Forgery, sparse
+from tests.hostile.forge import BIG, Forgery, sparse
 
 Outcome = Literal["older", "newest", "error"]
 
@@ -70,7 +70,9 @@ attack("device that is none", lambda f: f.leaf(device="garbage:1"), "newest", ""
 attack("device with a path", lambda f: f.leaf(device="../../x"))
 attack("world of 2**60 ranks", lambda f: f.manifest(lambda d: d.update(world_size=1 << 60)), names="manifest.json")
 attack(
-    "a million records", lambda f: f.manifest(lambda d: d.update(records=d["records"] * 100_000)), names="manifest.json"
+    "ten thousand records",
+    lambda f: f.manifest(lambda d: d.update(records=d["records"] * 10_000)),
+    names="manifest.json",
 )
 attack("record size of 2**60", lambda f: f.manifest(lambda d: d["records"][0].update(nbytes=1 << 60)))
 
@@ -214,7 +216,7 @@ attack("element type value load", lambda f: f.value({"$dtype": "load"}))
 attack("element type value of a lazy module", lambda f: f.value({"$dtype": "_dynamo"}))
 attack("device value that is none", lambda f: f.value({"$device": "garbage"}))
 attack("size of texts", lambda f: f.value({"$size": ["a"]}))
-attack("array of objects", lambda f: f.value({"$ndarray": {"leaf": "values/big", "dtype": "|O", "shape": [32]}}))
+attack("array of objects", lambda f: f.value({"$ndarray": {"leaf": "values/big", "dtype": "|O", "shape": [BIG // 2]}}))
 attack("array type with fields", lambda f: f.value({"$ndarray": {"leaf": "values/big", "dtype": "i4,O", "shape": [1]}}))
 attack(
     "array of a huge shape", lambda f: f.value({"$ndarray": {"leaf": "values/big", "dtype": "<f4", "shape": [1 << 62]}})
@@ -232,8 +234,8 @@ attack("factory eval", lambda f: f.value({"$defaultdict": ["eval", []]}))
 attack("key twice", lambda f: f.value({"$dict": [["a", 1], ["a", 2]]}))
 attack("pairs that are none", lambda f: f.value({"$ordered": [1, 2]}))
 attack("range of texts", lambda f: f.value({"$range": ["a", "b", "c"]}))
-attack("a leaf a hundred thousand times", lambda f: f.value(
-    [{"$ndarray": {"leaf": "values/big", "dtype": "<f4", "shape": [64]}}] * 100_000), "newest", "")  # fmt: skip
+attack("a leaf ten thousand times", lambda f: f.value(
+    [{"$ndarray": {"leaf": "values/big", "dtype": "<f4", "shape": [BIG]}}] * 10_000), "newest", "")  # fmt: skip
 attack("tree is a list", lambda f: f.record(lambda d: d.update(tree=[1])))
 attack("tree without the run's own state", lambda f: f.record(lambda d: d["tree"].pop("stepwell")))
 attack("model is a number", lambda f: f.tree(5, at="model"))

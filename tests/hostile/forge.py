@@ -6,7 +6,11 @@ and step 2, and changes the newer one; `reseal` makes record, manifest and block
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,6 @@ from typing import Any
 import torch
 
 from stepwell.format.checksum import block_digest, document_digest
-from stepwell.format.manifest import Manifest
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 from tests.restore.build import RunBuilder
@@ -22,8 +25,12 @@ from tests.restore.build import RunBuilder
 Change = Callable[[dict[str, Any]], Any]
 
 
+BIG = 16384
+"""Elements of the leaf that would fill the memory if it were copied for each mention of it."""
+
+
 def values(step: int) -> dict[str, Any]:
-    return {"note": [step, "text"], "big": torch.arange(64.0) + step, "small": torch.full((3,), step)}
+    return {"note": [step, "text"], "big": torch.arange(float(BIG)) + step, "small": torch.full((3,), step)}
 
 
 def net(step: int) -> torch.nn.Module:
@@ -39,6 +46,17 @@ def seal_text(body: str | bytes) -> bytes:
     return data[:-1] + f',"checksum":"{document_digest(data)}"}}\n'.encode()
 
 
+@functools.cache
+def original() -> Path:
+    """The good run, made once in a process."""
+    root = Path(tempfile.mkdtemp(prefix="stepwell-original-")) / "run"
+    atexit.register(shutil.rmtree, root.parent)
+    build = RunBuilder(root)
+    for step in (1, 2):
+        build.write({"values": values(step), "model": net(step).state_dict()}, step)
+    return root
+
+
 class Forgery:
     """A run directory in the hands of a forger. `canary` lies beside it: whoever touches that was led astray."""
 
@@ -47,9 +65,7 @@ class Forgery:
         self.canary = root.parent / "canary"
         self.canary.mkdir()
         (self.canary / "secret").write_text("nobody may read this")
-        self.build = RunBuilder(root)
-        for step in (1, 2):
-            self.build.write({"values": values(step), "model": net(step).state_dict()}, step)
+        shutil.copytree(original(), root)
         self.paths = RunPaths(root)
         self.id = CheckpointId(2, 0, 1)
         self.directory = self.paths.checkpoint(self.id)
@@ -120,10 +136,6 @@ class Forgery:
         document = self.document(self.paths.run)
         document.update(changes)
         self.paths.run.write_bytes(seal_text(json.dumps(document)))
-
-    def check(self) -> Manifest:
-        """The manifest as a reader sees it."""
-        return self.build.manifest(self.id)
 
 
 def sparse(path: Path, nbytes: int) -> None:

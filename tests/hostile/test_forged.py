@@ -40,6 +40,7 @@ def test_forged(results: Results, name: str) -> None:
     assert found["astray"] == [], "a file outside the run was opened"
     assert found["canary"], "something outside the run was changed"
     assert found["wrong"] is None
+    assert found["commands"] == [], "a command of the CLI ended with something else than a sentence"
     if expected.outcome == "error":
         assert found["step"] is None and expected.names in found["error"], found["error"]
     elif expected.outcome == "older":

@@ -1,4 +1,4 @@
-"""The process that is attacked: restores every forged run it is given, and says what came of it.
+"""The process that is attacked: restores every forged run, runs the commands that read it, and says what came of it.
 
 Memory is capped (RLIMIT_AS) at what the process has plus a margin, so that an allocation for a forged length fails
 loudly; every file that Python opens is noted, so that one outside the run shows. Then some attacks again, each with the
@@ -7,7 +7,9 @@ safety off that it is meant for.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import logging
 import os
@@ -19,6 +21,7 @@ from unittest import mock
 
 import torch
 
+from stepwell.cli import main as cli
 from stepwell.errors import StepwellError
 from stepwell.format import manifest, tree
 from stepwell.restore import read
@@ -29,6 +32,7 @@ from tests.restore.build import damage_events, restore
 from tests.state.same import difference
 
 MARGIN_BYTES = 512 << 20
+COMMANDS = ("ls", "show", "why", "verify")
 opened: list[str] = []
 
 
@@ -66,14 +70,31 @@ def attack(name: str, root: Path) -> dict[str, Any]:
         found["error"] = f"{type(error).__name__}: {error}"
     except BaseException as error:  # anything else is a way in: the test says so
         found["error"] = f"UNEXPECTED {type(error).__name__}: {error}"
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    found["commands"] = [problem for command in COMMANDS if (problem := run(command, forgery.root))]
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     found["astray"] = [path for path in opened if "canary" in path]
     found["imported"] = sorted(set(sys.modules) - modules)
     found["canary"] = canary(forgery) == before
     found["damage"] = [event["reason"] for event in damage_events(forgery.root)]
     found["wrong"] = wrong(found["step"], state, model)
     return found
+
+
+def run(command: str, root: Path) -> str | None:
+    """What a command of the CLI raised, if it did not end as it should."""
+    output = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["stepwell", command, str(root), "--json"]),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
+        try:
+            cli.main()
+        except SystemExit as end:
+            return None if end.code in (0, 1, 2, None) else f"{command}: exit code {end.code}"
+        except BaseException as error:
+            return f"{command}: {type(error).__name__}: {error}"
+    return None
 
 
 def wrong(step: int | None, state: dict[str, Any], model: torch.nn.Module) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import collections
 import enum
 from typing import Any, NamedTuple
@@ -85,7 +86,7 @@ def test_paths_of_tensors_are_those_of_the_leaves() -> None:
 def test_keys_that_read_the_same_stay_apart() -> None:
     (state,) = [node for key, node in outline(flatten({"s": STATE}).tree).children if key == "s"]
     keys = [key for key, _ in state.children]
-    assert keys[-6:] == ["empty"][:0] + ["7", "7~2", "(1, 'x')", "9", "Colour.RED"][-6:] or len(set(keys)) == len(keys)
+    assert len(set(keys)) == len(keys)
     assert {"7", "7~2", "(1, 'x')", "9", "Colour.RED"} <= set(keys)
     assert state.key_kinds == {"7": "int", "(1, 'x')": "tuple", "9": "npscalar", "Colour.RED": "enum"}
 
@@ -104,14 +105,8 @@ def test_tied_tensors_have_one_leaf_and_two_paths() -> None:
 @pytest.mark.parametrize("kind", ["<i8", "<u4", "|b1", "<f2", "<f4", ">f8", "<c8", "<c16"])
 def test_numpy_numbers_without_numpy(kind: str) -> None:
     value = numpy.array([1], dtype=kind)[0]
-    payload = tree.encode(
-        value,
-        (),
-        lambda v, _: {
-            "$npscalar": [kind, __import__("base64").b64encode(numpy.array([v], dtype=kind).tobytes()).decode()]
-        },
-    )
-    assert numpy_scalar(payload["$npscalar"]) == value
+    payload = [kind, base64.b64encode(numpy.array([1], dtype=kind).tobytes()).decode()]
+    assert numpy_scalar(payload) == value
 
 
 def test_long_values_are_cut() -> None:

@@ -72,8 +72,6 @@ def run(case: Case, where: Path, *, steps: int = 7, every: int = 2) -> Outcome:
     def remembering(flat: Any, meta: Any, *, block: bool) -> Any:
         ckpt._snapshotter.gate()
         clones = {leaf.name: leaf.tensor.clone().cpu() for leaf in flat.leaves}
-        ckpt._snapshotter.prepare(flat)
-        ckpt._snapshotter.pool.wait_ready(30)
         taken = take(flat, meta, block=True)
         expected[meta["step"]] = clones
         return taken

@@ -39,7 +39,8 @@ class Channel:
         data = _LENGTH.pack(len(body)) + body
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         sent = self.socket.sendmsg([data], ancillary)
-        self.socket.sendall(memoryview(data)[sent:])
+        if sent < len(data):  # sending nothing would still fail, if the peer has answered and left meanwhile
+            self.socket.sendall(memoryview(data)[sent:])
 
     def receive(self) -> tuple[Message, list[int]] | None:
         """Block for the next message and the descriptors that came so far; None at the end of the stream."""

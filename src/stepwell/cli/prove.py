@@ -33,7 +33,7 @@ _COLUMNS = [
 ]
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command()
 @click.option("--kills", type=click.IntRange(min=1), default=5, show_default=True, help="How many times to kill it.")
 @click.option("--seed", type=click.IntRange(min=0), help="Choose the same kills again.  [default: drawn]")
 @click.option(
@@ -49,7 +49,7 @@ _COLUMNS = [
 def prove(
     kills: int, seed: int | None, out: Path, ignore: tuple[str, ...], as_json: bool, command: tuple[str, ...]
 ) -> None:
-    """Run COMMAND once undisturbed and once under SIGKILLs with restarts, and compare the two bit for bit.
+    """Run COMMAND once uninterrupted and once under SIGKILLs with restarts, and compare the two bit for bit.
 
     COMMAND trains with stepwell and is given after `--`:  stepwell prove --kills 5 -- python train.py
 
@@ -111,7 +111,7 @@ class _Screen:
         if self._progress is not None:
             if self._task is not None:
                 self._progress.remove_task(self._task)
-            self._task = self._progress.add_task({"reference": "undisturbed"}.get(run, run), total=steps)
+            self._task = self._progress.add_task({"reference": "uninterrupted"}.get(run, run), total=steps)
 
     def reached(self, step: int) -> None:
         """Move the bar."""
@@ -192,7 +192,7 @@ def _details(proof: Proof, out: Path) -> list[str]:
     if proof.logs is not None and (first := proof.logs.first) is not None:
         lines.append(
             f"the first logged value that differs: {first.name} of step {first.step}, "
-            f"{first.undisturbed} uninterrupted, {first.disturbed} killed"
+            f"{first.uninterrupted} uninterrupted, {first.killed} killed"
         )
     if proof.place is not None:
         lines.append(f"the runs part {proof.place}")

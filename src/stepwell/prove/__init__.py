@@ -1,4 +1,4 @@
-"""`stepwell prove`: run the user's own script once undisturbed and once under SIGKILLs, and compare every bit.
+"""`stepwell prove`: run the user's own script once uninterrupted and once under SIGKILLs, and compare every bit.
 
 trial    the sequence of it all: reference, kills, restarts, comparison
 moments  when to kill, and whom

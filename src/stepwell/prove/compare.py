@@ -65,9 +65,9 @@ def last_checkpoint(root: Path) -> LastCheckpoint:
     raise RestoreError(f"{root} holds no committed checkpoint", path=str(root))
 
 
-def why_not_comparable(undisturbed: LastCheckpoint, killed: LastCheckpoint, *, same_length: bool) -> str | None:
+def why_not_comparable(uninterrupted: LastCheckpoint, killed: LastCheckpoint, *, same_length: bool) -> str | None:
     """Both runs did equally many steps and yet ended with checkpoints of different ones: nobody saved the end."""
-    one, two = undisturbed.record.id.step, killed.record.id.step
+    one, two = uninterrupted.record.id.step, killed.record.id.step
     if one == two or not same_length:
         return None
     return (
@@ -76,14 +76,14 @@ def why_not_comparable(undisturbed: LastCheckpoint, killed: LastCheckpoint, *, s
     )
 
 
-def compare_states(undisturbed: LastCheckpoint, killed: LastCheckpoint) -> StateComparison:
+def compare_states(uninterrupted: LastCheckpoint, killed: LastCheckpoint) -> StateComparison:
     """Compare two checkpoints. Raises DamagedError if one of them is not what its record says."""
-    found = compare((undisturbed.record, undisturbed.directory), (killed.record, killed.directory))
+    found = compare((uninterrupted.record, uninterrupted.directory), (killed.record, killed.directory))
     values = sum(change.kind == "value" for change in found.changes)
     differences = [Difference(change.path, _text(change), change.kind in _OF_TENSORS) for change in found.changes]
     # Runs of different length differ everywhere: the length is what a person has to know first.
     differences.sort(key=lambda item: (item.path != "stepwell/step", not item.is_tensor))
-    record = undisturbed.record
+    record = uninterrupted.record
     return StateComparison(record.id.step, len(record.leaves), record.nbytes, found.equal_values + values, differences)
 
 

@@ -1,6 +1,6 @@
 """The logged values of two runs, step by step.
 
-Owns:    what "equal" means for them: every time the disturbed run did a step, it logged what the undisturbed one had
+Owns:    what "equal" means for them: every time the killed run did a step, it logged what the uninterrupted one had
          logged, bit for bit; and in the end nothing is missing and nothing is new.
 Holds:   a trainer writes its events by a thread of its own, so a kill may take the last values of a lineage along: each
          lineage counts as far as it got, and what is missing from there up to where the next one resumed is `lost`.
@@ -23,18 +23,18 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True)
 class LogDifference:
-    """The first step at which a logged value differs. `lineage` of the disturbed run; None if it never logged it."""
+    """The first step at which a logged value differs. `lineage` of the killed run; None if it never logged it."""
 
     step: int
     name: str
-    undisturbed: str
-    disturbed: str
+    uninterrupted: str
+    killed: str
     lineage: int | None
 
 
 @dataclass(frozen=True)
 class LogComparison:
-    """How many steps and values there were, how many the disturbed run logged in all, how many of its own died with
+    """How many steps and values there were, how many the killed run logged in all, how many of its own died with
     it, and what differs (by name: in how many steps).
     """
 
@@ -52,18 +52,18 @@ class LogComparison:
 
 
 def compare_logs(
-    undisturbed: Iterable[EventLine],
-    disturbed: Iterable[EventLine],
+    uninterrupted: Iterable[EventLine],
+    killed: Iterable[EventLine],
     *,
     resumed: Mapping[int, int],
     ignore: Collection[str] = (),
 ) -> LogComparison:
     """Compare all logged values.
 
-    resumed:  lineage of the disturbed run -> step at which it began
+    resumed:  lineage of the killed run -> step at which it began
     ignore:   names that differ by nature, such as times
     """
-    (expected, *_), found = _by_lineage(undisturbed, ignore).values() or [{}], _by_lineage(disturbed, ignore)
+    (expected, *_), found = _by_lineage(uninterrupted, ignore).values() or [{}], _by_lineage(killed, ignore)
     missing = list(_missing(expected, found))
     died = _died(found, resumed)
     lost = [item for item in missing if any(first <= item.step <= last for first, last in died)]
@@ -94,7 +94,7 @@ def _by_lineage(lines: Iterable[EventLine], ignore: Collection[str]) -> dict[int
 
 
 def _differences(expected: _Logged, found: Mapping[int, _Logged]) -> Iterator[LogDifference]:
-    """Values that the undisturbed run did not log, or not like this."""
+    """Values that the uninterrupted run did not log, or not like this."""
     for lineage, logged in found.items():
         for (step, name), values in logged.items():
             wanted = expected.get((step, name), [])

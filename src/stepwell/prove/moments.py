@@ -1,4 +1,4 @@
-"""When to kill, and whom. Pure: a seed and what the undisturbed run showed give the plan.
+"""When to kill, and whom. Pure: a seed and what the uninterrupted run showed give the plan.
 
 Holds:   steps are distinct and ascending, so every kill lies beyond the one before it and the trial ends; with four
          kills or more at least two take the trainer alone and at least two take trainer and agent together.

@@ -1,4 +1,4 @@
-"""The sequence of a trial: once undisturbed, once with kills and restarts, then the comparison.
+"""The sequence of a trial: once uninterrupted, once with kills and restarts, then the comparison.
 
 Owns:    the directory of a trial, and the loop that watches a run and kills it.
 Before:  nothing.   After: `proof` judges, `report` draws.
@@ -6,8 +6,8 @@ Holds:   whatever happens, no process of the trial outlives it; a kill comes onl
          that there is something to resume; each kill lies beyond the one before it.
 
     DIR/prove.json       the result; marks the directory as one that may be replaced
-    DIR/reference/       the undisturbed run    DIR/reference.log  what the script printed
-    DIR/killed/          the disturbed run      DIR/killed.log
+    DIR/reference/       the uninterrupted run    DIR/reference.log  what the script printed
+    DIR/killed/          the killed run      DIR/killed.log
 """
 
 from __future__ import annotations
@@ -68,37 +68,37 @@ class Trial:
         """Do it all. Blocks for as long as the script takes twice, and its restarts. Raises ConfigError."""
         prepare_directory(self.out)
         proof = Proof(asked=self.kills, seed=self.seed, ignored=self.ignore)
-        undisturbed = _Watch(self, "reference")
-        with undisturbed.command:
-            failure = undisturbed.run([])
+        uninterrupted = _Watch(self, "reference")
+        with uninterrupted.command:
+            failure = uninterrupted.run([])
         if failure is not None:
             return replace(proof, failure=failure, obstacle="the script fails by itself, without any kill")
-        steps = undisturbed.step
-        proof = replace(proof, steps=steps, voids=undisturbed.voids())
-        first = min(history.committed(undisturbed.tail.lines).values(), default=None)
+        steps = uninterrupted.step
+        proof = replace(proof, steps=steps, voids=uninterrupted.voids())
+        first = min(history.committed(uninterrupted.tail.lines).values(), default=None)
         if (obstacle := _why_no_kill(self.out, steps, first)) is not None or first is None:
             return replace(proof, obstacle=obstacle)
-        self.listener.said(f"uninterrupted: {steps} steps, {undisturbed.seconds:.1f} s")
+        self.listener.said(f"uninterrupted: {steps} steps, {uninterrupted.seconds:.1f} s")
         killed = _Watch(self, "killed")
         with killed.command:
-            failure = killed.run(self._moments(undisturbed, first, steps), total=steps)
-        return self._conclude(proof, undisturbed, killed, failure)
+            failure = killed.run(self._moments(uninterrupted, first, steps), total=steps)
+        return self._conclude(proof, uninterrupted, killed, failure)
 
-    def _moments(self, undisturbed: _Watch, first: int, steps: int) -> list[Moment]:
-        seconds = history.seconds_per_step(undisturbed.tail.lines)
+    def _moments(self, uninterrupted: _Watch, first: int, steps: int) -> list[Moment]:
+        seconds = history.seconds_per_step(uninterrupted.tail.lines)
         margin = max(2, min(math.ceil(_MARGIN_SECONDS / max(seconds, 1e-6)), (steps - first) // 4))
         generator = random.Random(self.seed)
         return choose_moments(
             self.kills, first=first + 1, last=steps - margin, iteration_seconds=seconds, generator=generator
         )
 
-    def _conclude(self, proof: Proof, undisturbed: _Watch, killed: _Watch, failure: Failure | None) -> Proof:
-        lines = undisturbed.tail.lines, killed.tail.lines
+    def _conclude(self, proof: Proof, uninterrupted: _Watch, killed: _Watch, failure: Failure | None) -> Proof:
+        lines = uninterrupted.tail.lines, killed.tail.lines
         proof = replace(
             proof,
             kills=killed.with_resumes(),
             interval=max(map(history.largest_interval, lines)),
-            voids=[*undisturbed.voids(), *killed.voids()],
+            voids=[*uninterrupted.voids(), *killed.voids()],
             lineage_steps={resume.lineage: resume.step for resume in killed.resumes},
         )
         if failure is not None:
@@ -109,7 +109,7 @@ class Trial:
         proof = replace(proof, logs=compare_logs(*lines, resumed=proof.lineage_steps, ignore=self.ignore))
         try:
             one, two = last_checkpoint(self.out / "reference"), last_checkpoint(self.out / "killed")
-            obstacle = why_not_comparable(one, two, same_length=undisturbed.step == killed.step)
+            obstacle = why_not_comparable(one, two, same_length=uninterrupted.step == killed.step)
             return replace(proof, obstacle=obstacle, states=None if obstacle else compare_states(one, two))
         except StepwellError as error:
             return replace(proof, obstacle=f"the final checkpoints cannot be compared: {error}")

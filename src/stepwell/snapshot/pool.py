@@ -50,18 +50,24 @@ class SlotPool:
         self._log = log
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._is_preparing = False
         self.arena: Arena | None = None
         self.slots: list[Slot] = []
         self.frozen_sequence = 0
+        self.frozen_plan = 0
         self.is_streaming = False
         self.reason = ""
 
     def fits(self, plan: Plan) -> bool:
-        """Whether the present arena can hold snapshots of this plan."""
+        """Whether the present arena can hold snapshots of this plan.
+
+        The frozen image of one plan is never overwritten by another's: the agent may still be writing it.
+        """
         if self.is_streaming:
-            return not plan.frozen_bytes
+            return self.arena is not None and not plan.frozen_bytes
         return (
             self.arena is not None
+            and (not plan.frozen_bytes or self.frozen_plan in (0, plan.number))
             and plan.live.nbytes <= self.arena.shape.slot_bytes
             and plan.frozen_bytes <= self.arena.shape.frozen_bytes
         )
@@ -69,6 +75,7 @@ class SlotPool:
     def prepare(self, plan: Plan, generation: int, on_ready: Callable[[Arena], None]) -> None:
         """Allocate, fault in and page-lock in the background; `on_ready` is called from there."""
         old, self.arena, self.slots = self.arena, None, []
+        self._is_preparing = True
 
         def work() -> None:
             started = time.monotonic()
@@ -93,7 +100,8 @@ class SlotPool:
             with self._changed:
                 self.arena = arena
                 self.slots = [Slot(i) for i in range(arena.shape.slots)] if arena is not None else []
-                self.frozen_sequence = 0
+                self.frozen_sequence = self.frozen_plan = 0
+                self._is_preparing = False
                 self._changed.notify_all()
 
         self._thread = threading.Thread(target=work, daemon=True, name="stepwell-arena")
@@ -127,15 +135,16 @@ class SlotPool:
         except OSError:
             return None
 
-    def wait_ready(self, timeout: float | None = None) -> bool:
-        """Block until the arena is there."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.arena is not None, timeout)
-
     @property
-    def is_ready(self) -> bool:
-        """Whether the arena is there."""
-        return self.arena is not None
+    def is_preparing(self) -> bool:
+        """Whether the preparation thread is at work."""
+        return self._is_preparing
+
+    def wait_prepared(self) -> bool:
+        """Block until the preparation is over. False if it came to nothing: not even a few megabytes were free."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_preparing)
+            return self.arena is not None
 
     def claim(self, sequence: int, *, block: bool) -> Slot | None:
         """A slot that may be overwritten, the oldest first; None if all are busy and `block` is false."""

@@ -17,6 +17,7 @@ import torch
 from stepwell import events
 from stepwell.agent.client import AgentClient
 from stepwell.arena.memory import FROZEN, Arena
+from stepwell.errors import PersistError
 from stepwell.faults import crash_point
 from stepwell.format import dtypes
 from stepwell.snapshot.device import CudaPages, DeviceCopier, DeviceCopy, Strategy, spare_bytes
@@ -59,6 +60,7 @@ class Snapshotter:
         self._fingerprints = Fingerprints()
         self._not_frozen: set[str] = set()
         self._plan: Plan | None = None
+        self._sent_plan = -1
         self._numbers = 0
         self._inflight: Inflight | None = None
         self._blocking_next = False
@@ -106,18 +108,14 @@ class Snapshotter:
         if self._plan is None or signature(flat.leaves, roles) != self._plan.signature:
             self._plan = make_plan(self._number(), flat.leaves, roles)
             self._targets.clear()
-            self.pool.frozen_sequence = 0
-            if self.pool.fits(self._plan):
-                self._client.send_layout(self._plan.message())
-            else:
-                self.pool.prepare(self._plan, self._number(), self._hand_over)
+        if not self.pool.is_preparing and not self.pool.fits(self._plan):
+            self.drain()  # a copy into the old arena must be over before its memory goes
+            self.pool.prepare(self._plan, self._number(), self._hand_over)
         return self._plan, roles
 
     def _hand_over(self, arena: Arena) -> None:
-        """Called by the preparation thread: the agent gets the arena and the layout."""
-        assert self._plan is not None
+        """Called by the preparation thread: the agent gets the arena before any snapshot in it."""
         self._client.send_arena(vars(arena.shape), arena.fd)
-        self._client.send_layout(self._plan.message())
 
     @property
     def is_unprepared(self) -> bool:
@@ -155,10 +153,15 @@ class Snapshotter:
         started = time.monotonic()
         self.gate()  # one copy at a time
         plan, roles = self.prepare(flat)
-        if not self.pool.is_ready:
+        while self.pool.is_preparing or not self.pool.fits(plan):
             if not block:
                 return "the arena is being made ready"
-            self.pool.wait_ready()
+            if not self.pool.wait_prepared():
+                raise PersistError("there is no host memory left for a snapshot, not even for a streamed one")
+            plan, roles = self.prepare(flat)
+        if plan.number != self._sent_plan:
+            self._client.send_layout(plan.message())
+            self._sent_plan = plan.number
         if self.pool.is_streaming:
             return self._take_streamed(flat, plan, meta)
         sequence = self._number()
@@ -189,7 +192,7 @@ class Snapshotter:
             assert plan.frozen is not None
             arena.claim(FROZEN)
             arena.image(FROZEN, len(plan.frozen.header))[:] = plan.frozen.header
-            self.pool.frozen_sequence = self._number()
+            self.pool.frozen_sequence, self.pool.frozen_plan = self._number(), plan.number
         inflight = Inflight(
             step=meta["step"],
             sequence=sequence,
@@ -197,7 +200,7 @@ class Snapshotter:
             arena=arena,
             strategy=self._choose(flat, meta["step"]),
             nbytes=plan.live.nbytes,
-            frozen_sequence=self.pool.frozen_sequence,
+            frozen_sequence=self.pool.frozen_sequence if plan.frozen is not None else 0,
             copies_frozen=copies_frozen,
             guard=Guard(),
             fingerprints=self._fingerprints,
@@ -213,7 +216,7 @@ class Snapshotter:
                 "slot": slot.index,
                 "generation": arena.shape.generation,
                 "layout": plan.number,
-                "frozen": self.pool.frozen_sequence,
+                "frozen": inflight.frozen_sequence,
             }
         )
         crash_point("trigger.announced")

@@ -49,7 +49,7 @@ class Progress:
     namespace: int
 
     def is_here(self) -> bool:
-        """Whether it was written on this boot of this machine and in this container, so that its pids mean something."""
+        """Whether it was written on this boot and in this container, so that its pids mean something."""
         return self.boot == boot_id() and self.namespace == pid_namespace()
 
 

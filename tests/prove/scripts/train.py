@@ -16,7 +16,7 @@ import torch
 
 import stepwell
 
-STEPS_PER_EPOCH, EPOCHS, INTERVAL = 30, 4, 8
+STEPS_PER_EPOCH, EPOCHS, INTERVAL = 30, 4, 10
 
 flaw = sys.argv[1] if len(sys.argv) > 1 else None
 torch.set_num_threads(1)
@@ -61,4 +61,4 @@ for _epoch in ckpt.epochs(EPOCHS):
         if flaw != "outside-guard":
             update_average()
         ckpt.log(loss=loss)
-        time.sleep(0.004)  # stands for the work of a larger model
+        time.sleep(0.01)  # stands for the work of a larger model

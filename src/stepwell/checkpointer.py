@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stepwell import events
+from stepwell import events, journal
 from stepwell.agent.client import AgentClient
 from stepwell.arena.channel import Message
 from stepwell.data.loader import Batches, make_source
@@ -67,7 +67,7 @@ class Checkpointer:
         self._seed = seed
         self._loader = data
         self._tracked = track_objects(named_objects(track, tracked))
-        self._log = events.EventLog(self._paths.events, who="trainer", background=True)
+        self._log = journal.EventLog(self._paths.events, who="trainer", background=True)
         self._client = AgentClient(self._log, self._on_agent)
         self._snapshotter = Snapshotter(
             self._tracked,
@@ -157,10 +157,7 @@ class Checkpointer:
         with contextlib.suppress(OSError):  # reports are poorer without it, nothing else
             self._progress.open(lineage=reopened.lineage.number, agent_pid=self._client.pid)
         self._progress.update(self._steps.step)
-        run, host = reopened.run.id, os.uname().nodename
-        self._log.emit(
-            events.Start(run=run, step=self._steps.step, pid=self._pid, agent_pid=self._client.pid, host=host)
-        )
+        self._log.emit(reopened.start(step=self._steps.step, agent_pid=self._client.pid))
         self._prepare(reopened)
 
     def _prepare(self, reopened: Reopened) -> None:

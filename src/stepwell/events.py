@@ -1,30 +1,16 @@
-"""What happened to a run: one typed record per happening, one line of `events.jsonl` each.
+"""What can happen to a run: one typed record per happening.
 
-Owns:    the list of event kinds, the append-only file, and the mirror into standard `logging`.
-Not:     deciding anything. Losing an event never costs a checkpoint or a training step.
-
-A line is written with one `write` on a file opened for appending, so trainer and agent share the file.
-A torn last line is skipped by readers.
+Owns:    the list of event kinds and the line each shows to a person.
+Not:     writing them down (journal). An event decides nothing.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import queue
-import stat
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 logger = logging.getLogger("stepwell")
-_CLOSE_SECONDS = 5.0
-_MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,118 +280,3 @@ class Finished(Event):
         if self.again:
             return f"this run is finished (step {self.step}): no epoch left; ask for more epochs to train on"
         return f"finished at step {self.step}"
-
-
-class EventLog:
-    """Appends events to one file. Never raises for a full or broken disk: it says so once in the log.
-
-    `background`: lines are written by a thread of its own, so that a file system that hangs does not hold training up.
-    """
-
-    def __init__(self, path: Path, *, who: str, lineage: int = 0, background: bool = False) -> None:
-        self.path = path
-        self.who = who
-        self.lineage = lineage
-        self._background = background
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._fd: int | None = None
-        self._failed = False
-        self._kept: list[tuple[int, dict[str, Any]]] = []
-
-    def emit(self, event: Event) -> None:
-        """Write one line and mirror it into `logging`."""
-        if event.level > logging.DEBUG:
-            logger.log(event.level, "%s", event.text())
-        else:
-            logger.debug("%s", event.kind)
-        line = {
-            "time": time.time(),
-            "who": self.who,
-            "process": os.getpid(),
-            "lineage": self.lineage,
-            "kind": event.kind,
-        }
-        line.update(asdict(event))
-        data = json.dumps(line, default=str).encode() + b"\n"
-        if not self._background:
-            self._write(data)
-            return
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._drain, daemon=True, name="stepwell-events")
-                self._thread.start()
-        self._lines.put(data)
-
-    def _drain(self) -> None:
-        while (data := self._lines.get()) is not None:
-            self._write(data)
-
-    def _write(self, data: bytes) -> None:
-        try:
-            with self._lock:
-                if self._fd is None:
-                    # A link could lead out of the run directory, and a pipe without a reader would block.
-                    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                    self._fd = os.open(self.path, flags, 0o644)
-                fd = self._fd
-            os.write(fd, data)
-            self._failed = False
-        except OSError as error:
-            if not self._failed:
-                logger.warning("cannot write %s: %s; events are not kept until this works again", self.path, error)
-            self._failed = True
-
-    def keep(self, step: int, values: dict[str, Any]) -> None:
-        """Note logged values; tensors are turned into numbers by `flush`, a step later, so nothing waits here."""
-        kept = {key: value.detach() if hasattr(value, "detach") else value for key, value in values.items()}
-        self._kept.append((step, kept))
-
-    def flush(self) -> None:
-        """Write the values that were kept."""
-        kept, self._kept = self._kept, []
-        for step, values in kept:
-            plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in values.items()}
-            self.emit(Log(step=step, values=plain))
-
-    def close(self) -> None:
-        """Write what is left and close the file; a later emit opens it again."""
-        if self._thread is not None:
-            self._lines.put(None)
-            self._thread.join(_CLOSE_SECONDS)
-            if self._thread.is_alive():
-                return  # the file system hangs: the thread ends with the process
-            self._thread = None
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """All readable lines of an event file, in file order; torn, foreign or endless lines are skipped."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        return
-    with os.fdopen(fd, "rb") as lines:
-        while line := lines.readline(_MAX_LINE_BYTES):
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(event, dict) and isinstance(event.get("kind"), str):
-                yield event
-
-
-def speak_to_terminal(who: str = "stepwell", level: int = logging.INFO) -> None:
-    """Show our lines on stderr where the program has not set up logging itself."""
-    if logger.handlers or logging.getLogger().handlers:
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"{who}: %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(level)

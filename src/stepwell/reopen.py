@@ -12,11 +12,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from stepwell import events
+from stepwell import events, journal
 from stepwell.agent.client import AgentClient, find_orphan
-from stepwell.arena.channel import Message
+from stepwell.arena.channel import Message, place
 from stepwell.arena.memory import Arena, ArenaShape
 from stepwell.errors import ConfigError, DamagedError, RestoreError, listing
 from stepwell.faults import crash_point
@@ -43,6 +44,11 @@ class Reopened:
     restored: CheckpointId | None
     own: dict[str, Any] | None
     frozen: set[str] = field(default_factory=set)
+
+    def start(self, *, step: int, agent_pid: int) -> events.Start:
+        """The event that says who opened the run."""
+        host = os.uname().nodename
+        return events.Start(run=self.run.id, step=step, pid=os.getpid(), agent_pid=agent_pid, host=host)
 
     def hello(self, paths: RunPaths, keep: Keep) -> Message:
         """What an agent has to know of the run."""
@@ -75,7 +81,7 @@ def reopen(
     tracked: Sequence[Tracked],
     *,
     seed: int | None,
-    log: events.EventLog,
+    log: journal.EventLog,
     client: AgentClient,
     step: int | None = None,
     before: int | None = None,
@@ -84,7 +90,7 @@ def reopen(
     fresh: bool = False,
 ) -> Reopened:
     """Open or create the run and restore what is asked for. `fresh`: the user did not call restore()."""
-    events.speak_to_terminal()
+    journal.speak_to_terminal()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("this version checkpoints one process; WORLD_SIZE is above 1")
     run = open_run(paths, seed=_seed(seed))
@@ -92,7 +98,7 @@ def reopen(
     if fresh:
         _refuse_overwriting(paths, entries)
         return Reopened(run, create_next(paths, parent=0, step=0), None, None)
-    memory = _Memory.find(run.id, client)
+    memory = _Memory.find(run.id, paths.root, client)
     try:
         candidates = memory.candidates(paths, step, before) + _from_disk(paths, entries, log, step, before)
         candidates.sort(key=_preference)
@@ -130,7 +136,7 @@ def _nothing(
     paths: RunPaths,
     run: Run,
     entries: Sequence[catalog.Entry],
-    log: events.EventLog,
+    log: journal.EventLog,
     step: int | None,
     before: int | None,
 ) -> Reopened:
@@ -148,7 +154,7 @@ def _nothing(
 
 
 def _from_disk(
-    paths: RunPaths, entries: Sequence[catalog.Entry], log: events.EventLog, step: int | None, before: int | None
+    paths: RunPaths, entries: Sequence[catalog.Entry], log: journal.EventLog, step: int | None, before: int | None
 ) -> list[_Candidate]:
     candidates = []
     for choice in choose(entries, step=step, before=before):
@@ -176,7 +182,7 @@ def _disk_candidate(paths: RunPaths, entry: catalog.Entry) -> _Candidate:
 def _try_all(
     candidates: Sequence[_Candidate],
     tracked: Sequence[Tracked],
-    log: events.EventLog,
+    log: journal.EventLog,
     paths: RunPaths,
     only: set[str] | None,
     strict: bool,
@@ -232,9 +238,9 @@ class _Memory:
         self._offer = offer or {"snapshots": []}
 
     @classmethod
-    def find(cls, run: str, client: AgentClient) -> _Memory:
+    def find(cls, run: str, root: Path, client: AgentClient) -> _Memory:
         """Adopt the agent of a dead trainer on this node, if there is one."""
-        found = find_orphan(run, rank=0)
+        found = find_orphan(place(run, root), rank=0)
         if found is None:
             return cls()
         channel, offer, fds = found

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stepwell import events
+from stepwell import journal
 from stepwell.agent.client import AgentClient
 from stepwell.agent.queue import Layout, Pending
 from stepwell.arena.channel import Message
@@ -56,7 +56,7 @@ class Puppet:
         self.paths = RunPaths(root)
         self.live = lay_out([LeafSpec("model/w", "uint8", (leaf_bytes,))])
         self.frozen = lay_out([LeafSpec("model/base", "uint8", (frozen_bytes,))]) if frozen_bytes else None
-        self.log = events.EventLog(self.paths.events, who="trainer")
+        self.log = journal.EventLog(self.paths.events, who="trainer")
         self.messages: list[Message] = []
         self.client = AgentClient(self.log, self._on_message)
         self._heard = threading.Condition()
@@ -70,11 +70,15 @@ class Puppet:
 
     def start(self, *, parent: int = 0, step: int = 0) -> None:
         """Open the run, start the agent, give it arena and layout."""
+        self.open(parent=parent, step=step)
+        self.client.start(self.hello())
+        self.prepare()
+
+    def open(self, *, parent: int = 0, step: int = 0) -> None:
+        """Open the run in the next lineage."""
         self.run = open_run(self.paths, seed=1)
         self.lineage = create_next(self.paths, parent=parent, step=step).number
         self._number = self.lineage << 32
-        self.client.start(self.hello())
-        self.prepare()
 
     def hello(self) -> Message:
         return {
@@ -196,7 +200,7 @@ class Puppet:
     # -- what is there ------------------------------------------------------------------------------------------------
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in events.read_events(self.paths.events) if event["kind"] == kind]
+        return [event for event in journal.read_events(self.paths.events) if event["kind"] == kind]
 
     def good(self) -> list[catalog.Entry]:
         return [entry for entry in catalog.scan(self.paths) if entry.is_live and entry.is_good]
@@ -213,7 +217,7 @@ def make_orphan(root: Path, *, linger: float) -> int:
         agent = int(trainer.stdout.readline())
         trainer.kill()
     paths = RunPaths(root)
-    wait_for(lambda: any(e["kind"] == "trainer-death" for e in events.read_events(paths.events)), "orphaned")
+    wait_for(lambda: any(e["kind"] == "trainer-death" for e in journal.read_events(paths.events)), "orphaned")
     return agent
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell import events
+from stepwell import journal
 from stepwell.agent.persist import Persister
 from stepwell.faults import OPERATIONS
 from stepwell.store import catalog, files
@@ -54,7 +54,7 @@ def record_operations(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Opera
 
     puppet = Puppet(root, frozen_bytes=FROZEN_BYTES)
     puppet.start()
-    persister = Persister(puppet.paths, events.EventLog(root / "recorded.jsonl", who="agent"))
+    persister = Persister(puppet.paths, journal.EventLog(root / "recorded.jsonl", who="agent"))
     with monkeypatch.context() as patch:
         patch.setattr(files, "file_operation", record)
         for step in range(1, SAVES + 1):

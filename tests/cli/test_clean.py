@@ -13,7 +13,7 @@ import pytest
 
 from stepwell.cli import clean as module
 from stepwell.cli.liveness import Life, look_for_life
-from stepwell.events import read_events
+from stepwell.journal import read_events
 from stepwell.store.paths import RunPaths
 from tests.cli.commands import Training, good, listing, stepwell, wait_for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from stepwell.events import read_events
+from stepwell.journal import read_events
 from stepwell.store import catalog, retention
 from stepwell.store.paths import RunPaths
 from stepwell.types import Keep

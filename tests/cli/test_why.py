@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepwell.events import read_events
+from stepwell.journal import read_events
 from tests.cli.commands import Training, flip, good, train, wait_for
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepwell import events
+from stepwell import journal
 from stepwell.errors import DamagedError
 from stepwell.format.record import Record
 from stepwell.restore.read import FileSource, read_record_leaves
@@ -264,7 +264,7 @@ class Run:
     # -- what the run directory says ----------------------------------------------------------------------------------
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        found = events.read_events(self.paths.events)
+        found = journal.read_events(self.paths.events)
         return [event for event in found if kind is None or event["kind"] == kind]
 
     def newest(self) -> catalog.Entry | None:

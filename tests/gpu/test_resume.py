@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stepwell
-from stepwell.events import read_events
+from stepwell.journal import read_events
 from tests.snapshot.cases import CASES
 from tests.snapshot.truth import read_all, same_bytes, state_bytes
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import stepwell
 import stepwell.reopen
 from stepwell.errors import DamagedError, RestoreError
 from stepwell.format.manifest import Lineage
@@ -312,3 +313,21 @@ def test_every_flipped_byte_of_the_run_and_its_lineage_is_found(target: Target, 
             flip(path, position, bit)
     flip(target.build.paths.lineage(1), 9, bit)  # the root of the path: nothing lies behind it
     assert target.restored()[0] == 3
+
+
+def test_a_frozen_file_that_checkpoints_share_takes_them_all_with_it_by_name(run_dir: Path) -> None:
+    """The price of storing by reference (docs/guarantees.md): nothing older is left to use, and nothing wrong is."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with stepwell.Checkpointer(run_dir, policy=stepwell.Never(), model=model, optimizer=optimizer) as ckpt:
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+            ckpt.save().wait(60)
+    shared = sorted(run_dir.glob("step-*/rank-00000.frozen.safetensors"))
+    assert len(shared) == 2 and shared[0].samefile(shared[1])
+    flip(shared[0], 4097, 1)
+    with pytest.raises(RestoreError) as caught:
+        restore(run_dir, {"model": model, "optimizer": optimizer})
+    assert all(str(path) in str(caught.value) for path in shared)

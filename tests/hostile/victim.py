@@ -25,6 +25,7 @@ from stepwell.cli import main as cli
 from stepwell.errors import StepwellError
 from stepwell.format import manifest, tree
 from stepwell.restore import read
+from stepwell.state import flatten
 from stepwell.store import files
 from tests.hostile.attacks import ATTACKS
 from tests.hostile.forge import Forgery, net, values
@@ -116,6 +117,11 @@ CONTROLS: dict[str, tuple[Any, str, Any]] = {
     "events are a link": (os, "O_NOFOLLOW", 0),
     "record name ../": (manifest, "check_file_name", lambda name, path: name),
     "named tuple of another length": (tree, "_find_class", import_class),
+    "a leaf ten thousand times": (
+        flatten._Builder,
+        "_array",
+        lambda self, said: self._leaf(said["leaf"]).numpy().copy(),
+    ),
     "header with other names": (read, "check_header", lambda *_: None),
 }
 """Each of these attacks gets through with one safety off."""

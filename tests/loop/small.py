@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import stepwell
-from stepwell.events import read_events
+from stepwell.journal import read_events
 
 
 class Numbers(Dataset[torch.Tensor]):

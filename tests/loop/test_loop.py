@@ -13,7 +13,7 @@ import torch
 
 import stepwell
 from stepwell import ConfigError, DataError, Every, Keep, Never
-from stepwell.events import read_events
+from stepwell.journal import read_events
 from stepwell.store.catalog import scan
 from stepwell.store.paths import RunPaths
 from tests.loop.small import Small, same

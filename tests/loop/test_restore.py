@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -239,3 +242,26 @@ def test_host_memory_cap(cap: int | None, run_dir: Path) -> None:
     arena = run.events("arena")[0]
     assert arena["slots"] == {None: 2, 3_000_000: 2, 1_200_000: 1, 200_000: 0}[cap]
     assert ("host_memory" in arena["reason"]) == (cap in (1_200_000, 200_000))
+
+
+def test_copy_of_a_run_does_not_get_the_memory_of_the_original(run_dir: Path, tmp_path: Path) -> None:
+    """Same run id, another directory: the lingering agent of the original is not its own."""
+    script = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from pathlib import Path
+from tests.loop.small import Small
+run = Small(Path({str(run_dir)!r}))
+run.ckpt.restore()
+run.ckpt.save().wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "STEPWELL_LINGER": "30"}, check=False)
+    shutil.copytree(run_dir, tmp_path / "copied")
+    sources = []
+    for where in (tmp_path / "copied", run_dir):
+        run = Small(where)
+        assert run.ckpt.restore()
+        run.ckpt.close(save=False)
+        sources.append(run.events("restore")[-1]["source"])
+    assert sources == ["disk", "memory"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stepwell import events
+from stepwell import journal
 from stepwell.agent.client import AgentClient
 from stepwell.agent.persist import Persister
 from stepwell.agent.queue import Layout, Pending
@@ -68,7 +68,7 @@ class RunBuilder:
             if suspect:
                 arena.set_suspects(0, 1, 0)
             pending = self._pending(flat, plan, arena, step, meta)
-            log = events.EventLog(self.paths.events, who="agent", lineage=self.lineage)
+            log = journal.EventLog(self.paths.events, who="agent", lineage=self.lineage)
             Persister(self.paths, log).persist(pending)
             log.close()
         finally:
@@ -123,7 +123,7 @@ def _fill(flat: Flat, plan: Plan) -> Arena:
 def restore(root: Path, objects: dict[str, Any], **options: Any) -> Reopened:
     """What `Checkpointer.restore` does, up to the point where it would start its agent."""
     paths = RunPaths(root)
-    log = events.EventLog(paths.events, who="trainer")
+    log = journal.EventLog(paths.events, who="trainer")
     try:
         return reopen(paths, track(objects), seed=None, log=log, client=AgentClient(log, lambda _: None), **options)
     finally:
@@ -132,4 +132,4 @@ def restore(root: Path, objects: dict[str, Any], **options: Any) -> Reopened:
 
 def damage_events(root: Path) -> list[dict[str, Any]]:
     """The damage that restores of this run reported."""
-    return [event for event in events.read_events(RunPaths(root).events) if event["kind"] == "damage"]
+    return [event for event in journal.read_events(RunPaths(root).events) if event["kind"] == "damage"]

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 import stepwell
 from stepwell import Every, Keep
-from stepwell.events import read_events
+from stepwell.journal import read_events
 from stepwell.state.flatten import flatten
 from stepwell.store.catalog import read_record, scan
 from stepwell.store.paths import RunPaths

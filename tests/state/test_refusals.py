@@ -15,6 +15,7 @@ import torch
 import stepwell
 from stepwell.errors import StateError
 from stepwell.format import document, tree
+from stepwell.journal import read_events
 from tests.state.same import difference
 from tests.state.through import round_trip
 from tests.state.zoo import Colour, Pair
@@ -156,5 +157,5 @@ def test_a_real_save_refuses_and_training_goes_on(run_dir: Path) -> None:
         del state["odd"]
         ckpt.step()
         assert ckpt.save().wait(60)
-    skipped = [event for event in stepwell.events.read_events(run_dir / "events.jsonl") if "skipped" in event["kind"]]
+    skipped = [event for event in read_events(run_dir / "events.jsonl") if "skipped" in event["kind"]]
     assert any("values/odd/0" in event["reason"] for event in skipped)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from stepwell import events
+from stepwell import events, journal
 from stepwell.agent.process import PROTOCOL
 from stepwell.arena.channel import Channel, Message, connect, find_agents, is_stopped
 from stepwell.errors import AgentError
@@ -34,7 +34,7 @@ _END_SECONDS: Final = 5.0
 class AgentClient:
     """One agent for one trainer. Constructing only assigns; `start` or `adopt` makes the process appear."""
 
-    def __init__(self, log: events.EventLog, on_message: Callable[[Message], None]) -> None:
+    def __init__(self, log: journal.EventLog, on_message: Callable[[Message], None]) -> None:
         self._log = log
         self._on_message = on_message
         self._hello: Message = {}
@@ -61,10 +61,10 @@ class AgentClient:
                         self._greet()
                     break
                 except AgentError as error:
+                    self._let_go()
                     if not tries_left:
                         raise
                     events.logger.warning("%s; starting another one", error)
-                    self._let_go()
         threading.Thread(target=self._listen, daemon=True, name="stepwell-agent-client").start()
 
     def adopt(self, channel: Channel, pid: int) -> None:
@@ -238,9 +238,9 @@ def _import_path() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def find_orphan(run: str, rank: int) -> tuple[Channel, Message, list[int]] | None:
+def find_orphan(place: str, rank: int) -> tuple[Channel, Message, list[int]] | None:
     """A lingering agent of this run whose trainer is dead, with what it offers; None if there is none."""
-    for address in find_agents(run, rank):
+    for address in find_agents(place, rank):
         channel = connect(address, timeout=60.0)
         if channel is None:
             continue

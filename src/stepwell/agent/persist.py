@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from stepwell import events
+from stepwell import events, journal
 from stepwell.agent.queue import Pending
 from stepwell.agent.writer import copy_file, digest_image, write_image
 from stepwell.arena.memory import FROZEN
@@ -28,7 +28,7 @@ from stepwell.types import Keep
 class Persister:
     """Writes snapshots of one run. Remembers the last frozen file, to store it by reference while unchanged."""
 
-    def __init__(self, paths: RunPaths, log: events.EventLog) -> None:
+    def __init__(self, paths: RunPaths, log: journal.EventLog) -> None:
         self.paths = paths
         self.log = log
         self._frozen: tuple[tuple[int, int], Path, FileEntry] | None = None
@@ -38,7 +38,10 @@ class Persister:
         started = time.monotonic()
         crash_point("persist.begin")
         if commit.was_committed(self.paths, pending.id):
-            return  # by an agent that died before it could say so: its files are not touched again
+            # By an agent that died before it could say so: its files are not touched again.
+            nbytes = pending.layout.nbytes + pending.layout.frozen_bytes
+            self._note_commit(pending, nbytes, started, is_suspect=pending.suspect() is not None)
+            return
         directory = commit.open_checkpoint(self.paths, pending.id)
         entries = [self._write_live(pending, directory)]
         if pending.layout.frozen_bytes:
@@ -53,13 +56,16 @@ class Persister:
         record = make_record(pending, entries)
         self.log.emit(events.Persist(step=pending.id.step, nbytes=record.nbytes, seconds=written - started))
         manifest = self.commit(pending, record)
+        self._note_commit(pending, record.nbytes, started, is_suspect=manifest.suspect is not None)
+
+    def _note_commit(self, pending: Pending, nbytes: int, started: float, *, is_suspect: bool) -> None:
         self.log.emit(
             events.Commit(
                 step=pending.id.step,
                 directory=pending.id.directory,
-                nbytes=record.nbytes,
+                nbytes=nbytes,
                 seconds=time.monotonic() - started,
-                suspect=manifest.suspect is not None,
+                suspect=is_suspect,
             )
         )
 

@@ -21,12 +21,12 @@ import traceback
 from pathlib import Path
 from typing import Any, Final
 
-from stepwell import events, faults
+from stepwell import events, faults, journal
 from stepwell.agent.offer import make_offer
 from stepwell.agent.persist import Persister
 from stepwell.agent.queue import Layout, Pending, PendingQueue
 from stepwell.agent.stream import StreamedSave
-from stepwell.arena.channel import Channel, Message, is_same_user, listen
+from stepwell.arena.channel import Channel, Message, is_same_user, listen, place
 from stepwell.arena.memory import Arena, ArenaShape
 from stepwell.errors import FencedError, StepwellError
 from stepwell.store.paths import RunPaths
@@ -53,7 +53,7 @@ class Agent:
         self.lineage = 0
         self.linger_seconds = 60.0
         self.paths = RunPaths(Path())
-        self.log = events.EventLog(Path(os.devnull), who="agent")
+        self.log = journal.EventLog(Path(os.devnull), who="agent")
         self.persister = Persister(self.paths, self.log)
         self.stream: StreamedSave | None = None
         self._trainer_pid = 0
@@ -144,11 +144,11 @@ class Agent:
             self.linger_seconds = message["linger"]
             self.paths = RunPaths(Path(message["root"]))
             self.log.close()
-            self.log = events.EventLog(self.paths.events, who="agent", lineage=self.lineage)
+            self.log = journal.EventLog(self.paths.events, who="agent", lineage=self.lineage)
             self.persister = Persister(self.paths, self.log)
             self._leave_at = None
         if self._listener is None:
-            self._listener = listen(self.run_id, self.owner.rank)
+            self._listener = listen(place(self.run_id, self.paths.root), self.owner.rank)
             self._selector.register(self._listener, selectors.EVENT_READ, self._on_successor)
         self._watch(message["pid"])
         self._send({"type": "ready", "pid": os.getpid()})
@@ -383,7 +383,7 @@ class Agent:
 def main() -> None:
     """Entry of the process. The descriptor of the socket is the only argument."""
     faults.set_role("agent")
-    events.speak_to_terminal("stepwell agent", logging.WARNING)
+    journal.speak_to_terminal("stepwell agent", logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when the agent ends
     sock = socket.socket(fileno=int(sys.argv[1]))

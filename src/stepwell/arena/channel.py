@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import struct
+from pathlib import Path
 from typing import Any, Final
 
 Message = dict[str, Any]
@@ -93,17 +94,23 @@ class Channel:
         self.socket.close()
 
 
-def listen(run: str, rank: int) -> socket.socket:
+def place(run: str, root: Path) -> str:
+    """The run in this very directory: a copy has the same id, and must not be given the original's memory."""
+    facts = os.stat(root)
+    return f"{run}.{facts.st_dev:x}.{facts.st_ino:x}"
+
+
+def listen(place: str, rank: int) -> socket.socket:
     """An abstract address where a successor of this trainer can find this agent. No file, nothing to clean."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    listener.bind(f"\0{_PREFIX}{run}/{rank}/{os.getpid()}")
+    listener.bind(f"\0{_PREFIX}{place}/{rank}/{os.getpid()}")
     listener.listen(4)
     return listener
 
 
-def find_agents(run: str, rank: int) -> list[str]:
+def find_agents(place: str, rank: int) -> list[str]:
     """Addresses of all agents of this run and rank in this network namespace."""
-    start = f"@{_PREFIX}{run}/{rank}/"
+    start = f"@{_PREFIX}{place}/{rank}/"
     found = set()
     with open("/proc/net/unix") as table:
         for line in table:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from stepwell.arena.channel import find_agents
+from stepwell.arena.channel import find_agents, place
 from stepwell.cli import wording
 from stepwell.errors import DamagedError
 from stepwell.store.lineage import read_run
@@ -65,7 +65,7 @@ def listening_agents(paths: RunPaths) -> tuple[int, ...]:
         run = read_run(paths).id
     except DamagedError:
         return ()
-    return tuple(int(address.rpartition("/")[2]) for address in find_agents(run, 0))
+    return tuple(int(address.rpartition("/")[2]) for address in find_agents(place(run, paths.root), 0))
 
 
 def is_process_alive(pid: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from stepwell import events
+from stepwell import events, journal
 from stepwell.cli import wording
 from stepwell.cli.liveness import look_for_life
 from stepwell.cli.locate import find_run
@@ -57,7 +57,7 @@ def surplus(found: list[Surveyed], keep: Keep) -> list[tuple[Surveyed, str]]:
 
 def _remove(paths: RunPaths, going: list[tuple[Surveyed, str]]) -> tuple[list[Surveyed], dict[str, str]]:
     logging.getLogger("stepwell").addHandler(logging.NullHandler())  # we tell the person ourselves
-    log = events.EventLog(paths.events, who="cli", lineage=newest_number(paths))
+    log = journal.EventLog(paths.events, who="cli", lineage=newest_number(paths))
     removed, failed = [], {}
     for item, reason in going:
         directory = item.entry.id.directory

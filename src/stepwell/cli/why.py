@@ -12,7 +12,7 @@ from stepwell.cli.liveness import Life, look_for_life
 from stepwell.cli.locate import find_run
 from stepwell.cli.output import json_option, print_json, print_wrapped
 from stepwell.cli.survey import survey
-from stepwell.events import read_events
+from stepwell.journal import read_events
 from stepwell.restore.plan import Choice, choose
 from stepwell.store.lineage import read_history
 from stepwell.store.paths import RunPaths

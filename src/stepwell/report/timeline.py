@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from stepwell.events import read_events
+from stepwell.journal import read_events
 from stepwell.report.axis import Gap, TimeAxis
 from stepwell.report.story import Lineage, Point, Story, tell
 

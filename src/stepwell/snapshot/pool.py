@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from stepwell import events
+from stepwell import events, journal
 from stepwell.arena.memory import HEADER_BYTES, PAGE, Arena, ArenaShape, available_bytes, whole_pages
 from stepwell.format.checksum import BLOCK_BYTES
 from stepwell.snapshot.plan import Plan
@@ -44,7 +44,7 @@ class Slot:
 class SlotPool:
     """The arena of this trainer. Constructing only assigns; `prepare` takes the memory."""
 
-    def __init__(self, *, cap_bytes: int | None, pages: PageLocks, log: events.EventLog) -> None:
+    def __init__(self, *, cap_bytes: int | None, pages: PageLocks, log: journal.EventLog) -> None:
         self._cap_bytes = cap_bytes
         self._pages = pages
         self._log = log

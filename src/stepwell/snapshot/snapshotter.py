@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stepwell import events
+from stepwell import events, journal
 from stepwell.agent.client import AgentClient
 from stepwell.arena.memory import FROZEN, Arena
 from stepwell.errors import PersistError
@@ -44,7 +44,7 @@ class Snapshotter:
         strategy: str,
         verify: bool,
         host_memory: int | None,
-        log: events.EventLog,
+        log: journal.EventLog,
         client: AgentClient,
         on_settled: Callable[[Inflight], None],
     ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stepwell import events
+from stepwell import events, journal
 from stepwell.agent.client import AgentClient
 from stepwell.arena.channel import Message
 from stepwell.arena.memory import Arena
@@ -61,7 +61,7 @@ def stream_image(
     meta: dict[str, Any],
     *,
     number: Callable[[], int],
-    log: events.EventLog,
+    log: journal.EventLog,
     answers: Answers,
 ) -> Inflight:
     """Save through the agent, chunk by chunk. Returns when it is committed or failed; void if no agent took it.

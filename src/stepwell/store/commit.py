@@ -26,10 +26,15 @@ def open_checkpoint(paths: RunPaths, id: CheckpointId) -> Path:
     check_fence(paths, id)
     directory = paths.checkpoint(id)
     files.make_directory(directory)
-    for name in os.listdir(directory):
-        if name.endswith(files.TEMPORARY):  # of an agent that died here: a directory has one writer at a time
-            files.remove(directory / name)
+    _sweep(directory)
     return directory
+
+
+def _sweep(directory: Path) -> None:
+    """Remove temporary files of an agent that died here: a directory has one writer at a time."""
+    for name in os.listdir(directory):
+        if name.endswith(files.TEMPORARY):
+            files.remove(directory / name)
 
 
 def check_fence(paths: RunPaths, id: CheckpointId) -> None:
@@ -51,6 +56,7 @@ def was_committed(paths: RunPaths, id: CheckpointId) -> bool:
     """Whether an earlier agent of this lineage committed it. On True its name is durable."""
     if not os.path.lexists(paths.manifest(id)):
         return False
+    _sweep(paths.checkpoint(id))
     files.sync_directory(paths.checkpoint(id))  # that agent may have died right before this
     return True
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from stepwell import events
+from stepwell import journal
 from stepwell.agent import persist, writer
 from stepwell.agent.persist import Persister
 from stepwell.errors import DamagedError, StepwellError
@@ -117,7 +117,7 @@ class Work:
         return self
 
     def _new_agent(self) -> Persister:
-        return Persister(self.puppet.paths, events.EventLog(Path(os.devnull), who="agent"))
+        return Persister(self.puppet.paths, journal.EventLog(Path(os.devnull), who="agent"))
 
     def save(self, step: int) -> None:
         """One save; an agent that is killed in it is replaced by one that begins again."""

@@ -28,7 +28,7 @@ from stepwell.errors import AgentError, ConfigError, PersistError, StateError
 from stepwell.options import check_options, named_objects, run_directory, seconds_from
 from stepwell.own import OwnState
 from stepwell.policy.every import Every, Moment, Policy
-from stepwell.reopen import Reopened, reopen
+from stepwell.reopen import Reopened, load_only, reopen
 from stepwell.snapshot.inflight import Inflight
 from stepwell.snapshot.snapshotter import Snapshotter
 from stepwell.snapshot.uploads import SaveHandle, Uploads
@@ -92,11 +92,9 @@ class Checkpointer:
         self._pid = os.getpid()
         self._reopened: Reopened | None = None
         self._is_closed = self._is_fenced = self._is_lost = False
-        self._said_ahead = False
-        self._saved_step = 0
+        self._may_abandon = self._said_ahead = self._is_due_again = False
+        self._saved_step = self._epochs_since = 0
         self._saved_at = time.monotonic()
-        self._epochs_since = 0
-        self._is_due_again = False
         self._repeats: dict[int, int] = {}
         self._committed_step: int | None = None
         self._hooks = [
@@ -120,22 +118,26 @@ class Checkpointer:
 
         step:    this one, instead of the newest; what came after it becomes an abandoned branch
         before:  the newest below this step
-        only:    only these tracked objects; counters, generators and data start anew
+        only:    only these tracked objects; nothing else of the run is touched. Training then starts a new history
         strict:  False restores what fits and reports the rest as an event
 
-        Raises StateError if a checkpoint does not fit the live objects, RestoreError if there are checkpoints and none
-        can be restored.
+        Raises StateError (it does not fit the live objects) or RestoreError (there are checkpoints, and none is whole).
         """
         if self._reopened is not None:
             raise ConfigError("restore() comes once, before the first batch; make a new Checkpointer to go back again")
+        if only is None:
+            return self._reopen(step=step, before=before, strict=strict).restored is not None
         wanted = {only} if isinstance(only, str) else only
-        return self._reopen(step=step, before=before, only=wanted, strict=strict).restored is not None
+        self._may_abandon = True
+        return load_only(
+            self._paths, self._tracked, log=self._log, step=step, before=before, only=wanted, strict=strict
+        )
 
     def _ensure_open(self) -> None:
         if self._is_closed:
             raise ConfigError("this Checkpointer is closed; make a new one")
         if self._reopened is None:
-            self._reopen(fresh=True)
+            self._reopen(fresh=True, may_abandon=self._may_abandon)
 
     def _reopen(self, **wishes: Any) -> Reopened:
         reopened = reopen(self._paths, self._tracked, seed=self._seed, log=self._log, client=self._client, **wishes)

@@ -25,7 +25,7 @@ from stepwell.format.manifest import Lineage, Run
 from stepwell.format.record import FileEntry, Record
 from stepwell.options import seconds_from
 from stepwell.restore.load import load_record
-from stepwell.restore.plan import choose
+from stepwell.restore.plan import Choice, choose
 from stepwell.restore.read import FileSource, MemorySource, Source
 from stepwell.state.tracked import Tracked
 from stepwell.store import catalog
@@ -85,30 +85,57 @@ def reopen(
     client: AgentClient,
     step: int | None = None,
     before: int | None = None,
-    only: set[str] | None = None,
     strict: bool = True,
     fresh: bool = False,
+    may_abandon: bool = False,
 ) -> Reopened:
-    """Open or create the run and restore what is asked for. `fresh`: the user did not call restore()."""
+    """Open or create the run and restore what is asked for.
+
+    fresh:        restore nothing: refused where there are checkpoints, unless
+    may_abandon:  the user took single objects out of them and goes on from step 0
+    """
     journal.speak_to_terminal()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("this version checkpoints one process; WORLD_SIZE is above 1")
     run = open_run(paths, seed=_seed(seed))
     entries = catalog.scan(paths)
     if fresh:
-        _refuse_overwriting(paths, entries)
+        if not may_abandon:
+            _refuse_overwriting(paths, entries)
         return Reopened(run, create_next(paths, parent=0, step=0), None, None)
     memory = _Memory.find(run.id, paths.root, client)
     try:
-        candidates = memory.candidates(paths, step, before) + _from_disk(paths, entries, log, step, before)
+        candidates = memory.candidates(paths, step, before) + _from_disk(
+            paths, choose(entries, step=step, before=before), log
+        )
         candidates.sort(key=_preference)
-        restored, own, frozen = _try_all(candidates, tracked, log, paths, only, strict)
+        restored, own, frozen = _try_all(candidates, tracked, log, paths, None, strict)
     finally:
         memory.close()
     if restored is None:
-        return _nothing(paths, run, entries, log, step, before)
-    parent, at = (restored.lineage, restored.step) if own is not None else (0, 0)
-    return Reopened(run, create_next(paths, parent=parent, step=at), restored, own, frozen)
+        _check_nothing(paths, choose(entries, step=step, before=before), log)
+        return Reopened(run, create_next(paths, parent=0, step=0), None, None)
+    lineage = create_next(paths, parent=restored.lineage, step=restored.step)
+    return Reopened(run, lineage, restored, own, frozen)
+
+
+def load_only(
+    paths: RunPaths,
+    tracked: Sequence[Tracked],
+    *,
+    log: journal.EventLog,
+    step: int | None,
+    before: int | None,
+    only: set[str],
+    strict: bool,
+) -> bool:
+    """Take single objects out of a run and leave the run as it is: no lineage, no agent. False: nothing was there."""
+    journal.speak_to_terminal()
+    choices = choose(catalog.scan(paths), step=step, before=before, any_branch=True)
+    restored, _, _ = _try_all(_from_disk(paths, choices, log), tracked, log, paths, only, strict)
+    if restored is None:
+        _check_nothing(paths, choices, log)
+    return restored is not None
 
 
 def _preference(candidate: _Candidate) -> tuple[bool, int, int, int, bool]:
@@ -132,38 +159,26 @@ def _refuse_overwriting(paths: RunPaths, entries: Sequence[catalog.Entry]) -> No
         )
 
 
-def _nothing(
-    paths: RunPaths,
-    run: Run,
-    entries: Sequence[catalog.Entry],
-    log: journal.EventLog,
-    step: int | None,
-    before: int | None,
-) -> Reopened:
-    """No candidate at all. Fine for a directory without checkpoints; an error where there are some."""
-    committed = [choice for choice in choose(entries, step=step, before=before) if choice.entry.is_committed]
-    if committed:
-        found = [f"{choice.entry.id}: {choice.reason}" for choice in committed]
+def _check_nothing(paths: RunPaths, choices: Sequence[Choice], log: journal.EventLog) -> None:
+    """No candidate at all: fine for a directory without checkpoints, an error where there are some."""
+    found = [f"{choice.entry.id}: {choice.reason}" for choice in choices if choice.entry.is_committed]
+    if found:
         raise RestoreError(
             f"no checkpoint in {paths.root} can be restored:\n{listing(found)}\n"
             "`stepwell why` shows the details; restore(step=...) takes a named one; another directory starts anew",
             path=str(paths.root),
         )
     log.emit(events.Fresh(where=str(paths.root)))
-    return Reopened(run, create_next(paths, parent=0, step=0), None, None)
 
 
-def _from_disk(
-    paths: RunPaths, entries: Sequence[catalog.Entry], log: journal.EventLog, step: int | None, before: int | None
-) -> list[_Candidate]:
+def _from_disk(paths: RunPaths, choices: Sequence[Choice], log: journal.EventLog) -> list[_Candidate]:
     candidates = []
-    for choice in choose(entries, step=step, before=before):
+    for choice in choices:
         entry = choice.entry
         if entry.damage is not None:
             log.emit(events.Damage(directory=entry.id.directory, reason=entry.damage))
-        if choice.rank is None or entry.manifest is None:
-            continue
-        candidates.append(_disk_candidate(paths, entry))
+        if choice.rank is not None and entry.manifest is not None:
+            candidates.append(_disk_candidate(paths, entry))
     return candidates
 
 

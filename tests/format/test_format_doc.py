@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell import events, faults
+from stepwell import faults, journal
 from stepwell.data.loader import epoch_seed
 from stepwell.format import document, record, shard, tree
 from stepwell.format.checksum import BLOCK_BYTES, block_digest, document_digest
@@ -109,7 +109,7 @@ def test_the_tags_are_all_there() -> None:
         ("written with 4 MiB", BLOCK_BYTES == 4 << 20),
         ("depth of values | 100", tree.MAX_DEPTH == 100),
         ("lineages of a run | 1 000 000", lineage._MAX_LINEAGES == 1_000_000),
-        ("event line | 1 MiB", events._MAX_LINE_BYTES == 1 << 20),
+        ("event line | 1 MiB", journal._MAX_LINE_BYTES == 1 << 20),
         ("file name | 200", "{0,199}" in record._FILE_NAME.pattern),
     ],
 )

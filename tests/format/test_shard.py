@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -33,7 +33,7 @@ def image(layout: ShardLayout) -> bytes:
     return layout.header + bytes(i % 251 for i in range(layout.nbytes - len(layout.header)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SPECS)
 def test_a_layout_has_no_gaps_is_aligned_and_is_read_back(specs: list[LeafSpec]) -> None:
     layout = lay_out(specs)

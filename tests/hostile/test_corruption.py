@@ -21,13 +21,12 @@ import torch
 import stepwell
 import stepwell.reopen
 from stepwell.errors import DamagedError, RestoreError
-from stepwell.format.manifest import Lineage
 from stepwell.format.record import FileEntry
+from stepwell.journal import read_events
 from stepwell.restore import read
 from stepwell.store.catalog import read_record
-from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
-from tests.restore.build import RunBuilder, damage_events, restore
+from tests.restore.build import RunBuilder, damage_events, restore_only
 from tests.state.same import difference
 
 NOTES = b"a file of the user's own"
@@ -65,9 +64,9 @@ class Target:
     def restored(self) -> tuple[int, dict[str, Any]]:
         """The step and values a restart gets, in a fresh object."""
         values: dict[str, Any] = {}
-        found = restore(self.root, {"values": values}, only={"values"})
-        assert found.restored is not None
-        return found.restored.step, values
+        assert restore_only(self.root, {"values": values}, only={"values"})
+        steps = [event["step"] for event in read_events(self.build.paths.events) if event["kind"] == "restore"]
+        return steps[-1], values
 
     def assert_falls_back(self, path: Path) -> None:
         """The damage to `path` is reported by name, and the checkpoint before it is used, whole."""
@@ -93,11 +92,7 @@ class Target:
 
 
 @pytest.fixture
-def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
-    def create_next(paths: RunPaths, *, parent: int, step: int) -> Lineage:
-        return Lineage(number=2, parent=parent, step=step, created=0.0, host="none")
-
-    monkeypatch.setattr(stepwell.reopen, "create_next", create_next)
+def target(tmp_path: Path) -> Target:
     return Target(tmp_path / "run")
 
 

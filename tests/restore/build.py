@@ -19,7 +19,7 @@ from stepwell.agent.persist import Persister
 from stepwell.agent.queue import Layout, Pending
 from stepwell.arena.memory import FROZEN, Arena, ArenaShape, whole_pages
 from stepwell.format.manifest import Manifest
-from stepwell.reopen import Reopened, reopen
+from stepwell.reopen import Reopened, load_only, reopen
 from stepwell.snapshot.host import HostCopy
 from stepwell.snapshot.plan import Plan, make_plan
 from stepwell.state import rng
@@ -126,6 +126,16 @@ def restore(root: Path, objects: dict[str, Any], **options: Any) -> Reopened:
     log = journal.EventLog(paths.events, who="trainer")
     try:
         return reopen(paths, track(objects), seed=None, log=log, client=AgentClient(log, lambda _: None), **options)
+    finally:
+        log.close()
+
+
+def restore_only(root: Path, objects: dict[str, Any], *, only: set[str], step: int | None = None) -> bool:
+    """What `Checkpointer.restore(only=...)` does."""
+    paths = RunPaths(root)
+    log = journal.EventLog(paths.events, who="trainer")
+    try:
+        return load_only(paths, track(objects), log=log, step=step, before=None, only=only, strict=True)
     finally:
         log.close()
 

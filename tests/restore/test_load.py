@@ -19,7 +19,7 @@ from stepwell.format.record import Record
 from stepwell.restore.load import load_record
 from stepwell.restore.read import FileSource
 from stepwell.state.tracked import track
-from tests.restore.build import RunBuilder, damage_events, restore
+from tests.restore.build import RunBuilder, damage_events, restore, restore_only
 from tests.state.same import difference
 
 
@@ -113,12 +113,13 @@ def test_only_restores_one_object_and_nothing_of_the_run(build: RunBuilder) -> N
     build.write({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, 5)
     other, its = trained(2)
     before = its.state_dict()
-    found = restore(build.root, {"model": other, "optimizer": its}, only={"model"})
-    assert found.own is None and found.lineage.parent == 0
+    before_files = sorted(build.root.rglob("*"))
+    assert restore_only(build.root, {"model": other, "optimizer": its}, only={"model"})
+    assert [path for path in sorted(build.root.rglob("*")) if path not in before_files] == [build.root / "events.jsonl"]
     assert difference(other.state_dict(), model.state_dict()) is None
     assert difference(its.state_dict(), before) is None
     with pytest.raises(StateError, match="nobody: asked for with only=, but not tracked"):
-        restore(build.root, {"model": other}, only={"nobody"}, step=5)
+        restore_only(build.root, {"model": other}, only={"nobody"}, step=5)
 
 
 def test_step_before_and_suspects(build: RunBuilder) -> None:

@@ -45,7 +45,9 @@ def read(source: Source, file: FileEntry, wanted: list[LeafEntry], *, check_all:
     return found
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.integers(1, 5 * BLOCK), st.data())
 def test_every_byte_arrives_where_it_belongs(tmp_path: Path, nbytes: int, data: st.DataObject) -> None:
     content = bytes((i * 7 + i // 251) % 256 for i in range(nbytes))

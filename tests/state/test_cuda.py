@@ -12,7 +12,7 @@ import stepwell
 from tests.state import zoo
 from tests.state.same import difference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")]
 
 
 def on_device(value: Any) -> Any:

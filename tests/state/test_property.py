@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.state.same import difference
@@ -76,13 +76,13 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 TREES = st.recursive(LEAVES, containers, max_leaves=12)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TREES)
 def test_any_tree_comes_back_as_it_was(value: Any) -> None:
     assert difference(round_trip(value), value) is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.one_of(TEXT, st.integers(), st.tuples(TEXT)), unique=True, max_size=12))
 def test_any_keys_give_distinct_names(keys: list[Any]) -> None:
     value = {key: torch.tensor(float(i)) for i, key in enumerate(keys)}

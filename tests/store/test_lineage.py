@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepwell.errors import ConfigError, DamagedError, FencedError
@@ -61,7 +61,7 @@ def test_a_fresh_start_leaves_everything_behind() -> None:
     assert found[1] == [] and found[2] == [0, 10, 20, 30, 40, 50]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_a_checkpoint_is_live_exactly_if_the_newest_lineage_was_built_on_it(data: st.DataObject) -> None:
     """Against the definition: walk the story of the run forward, remembering what each lineage stands on."""

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepwell.errors import ConfigError
@@ -49,7 +49,7 @@ ENTRIES = st.lists(
 KEEPS = st.builds(Keep, last=st.integers(2, 4), every=st.sampled_from([None, 1, 5, 20]), epochs=st.booleans())
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ENTRIES, KEEPS)
 def test_promises(entries: Sequence[Entry], keep: Keep) -> None:
     gone = {item.id for item, _ in surplus(entries, keep)}

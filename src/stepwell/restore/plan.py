@@ -22,15 +22,21 @@ class Choice:
     reason: str
 
 
-def choose(entries: Sequence[Entry], *, step: int | None = None, before: int | None = None) -> list[Choice]:
-    """All entries with their verdict, candidates first in the order they would be tried."""
-    usable = [entry for entry in entries if _why_not(entry, step, before) is None]
+def choose(
+    entries: Sequence[Entry], *, step: int | None = None, before: int | None = None, any_branch: bool = False
+) -> list[Choice]:
+    """All entries with their verdict, candidates first in the order they would be tried.
+
+    any_branch:  abandoned checkpoints are candidates too, after all live ones
+    """
+    refusals = {entry.id: _why_not(entry, step, before, any_branch) for entry in entries}
+    usable = [entry for entry in entries if refusals[entry.id] is None]
     usable.sort(key=lambda entry: (_is_suspect(entry), not entry.is_live, _newest_first(entry)))
     chosen = [Choice(entry, rank, _why(entry, rank, usable)) for rank, entry in enumerate(usable)]
     rest = [
-        Choice(entry, None, _why_not(entry, step, before) or "")
+        Choice(entry, None, refusal)
         for entry in sorted(entries, key=_newest_first)
-        if _why_not(entry, step, before) is not None
+        if (refusal := refusals[entry.id]) is not None
     ]
     return chosen + rest
 
@@ -43,7 +49,7 @@ def _is_suspect(entry: Entry) -> bool:
     return entry.manifest is not None and entry.manifest.suspect is not None
 
 
-def _why_not(entry: Entry, step: int | None, before: int | None) -> str | None:
+def _why_not(entry: Entry, step: int | None, before: int | None, any_branch: bool) -> str | None:
     if not entry.is_committed:
         return "never committed: its process died before the manifest was written"
     if entry.damage is not None:
@@ -52,7 +58,7 @@ def _why_not(entry: Entry, step: int | None, before: int | None) -> str | None:
         return None if entry.id.step == step else f"step {step} was asked for"
     if before is not None and entry.id.step >= before:
         return f"not before step {before}"
-    if not entry.is_live:
+    if not entry.is_live and not any_branch:
         return entry.why_not_live or "abandoned branch: the run was continued from an earlier step"
     return None
 

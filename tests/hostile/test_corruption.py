@@ -21,12 +21,14 @@ import torch
 import stepwell
 import stepwell.reopen
 from stepwell.errors import DamagedError, RestoreError
+from stepwell.format.manifest import Lineage
 from stepwell.format.record import FileEntry
 from stepwell.journal import read_events
 from stepwell.restore import read
 from stepwell.store.catalog import read_record
+from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
-from tests.restore.build import RunBuilder, damage_events, restore_only
+from tests.restore.build import RunBuilder, damage_events, restore, restore_only
 from tests.state.same import difference
 
 NOTES = b"a file of the user's own"
@@ -92,7 +94,11 @@ class Target:
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Target:
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
+    def create_next(paths: RunPaths, *, parent: int, step: int) -> Lineage:
+        return Lineage(number=2, parent=parent, step=step, created=0.0, host="none")
+
+    monkeypatch.setattr(stepwell.reopen, "create_next", create_next)
     return Target(tmp_path / "run")
 
 
@@ -296,18 +302,19 @@ def test_when_every_manifest_is_damaged_it_is_an_error_that_names_each(target: T
 
 
 @pytest.mark.parametrize("bit", [1, 64])
-def test_every_flipped_byte_of_the_run_and_its_lineage_is_found(target: Target, bit: int) -> None:
+def test_every_flipped_byte_of_the_run_and_its_lineage_is_found(target: Target, tmp_path: Path, bit: int) -> None:
     """These belong to all checkpoints alike: nothing is restored on a history that cannot be read."""
-    target.build.fork(step=3)
-    assert target.restored()[0] == 3
-    for path in (target.build.paths.run, target.build.paths.lineage(2)):
+    full = Full(tmp_path / "full")
+    full.build.fork(step=3)
+    assert full.restored()[0] == 3
+    for path in (full.build.paths.run, full.build.paths.lineage(2)):
         for position in range(path.stat().st_size):
             flip(path, position, bit)
             with pytest.raises((DamagedError, RestoreError), match=path.name):
-                target.restored()
+                full.restored()
             flip(path, position, bit)
-    flip(target.build.paths.lineage(1), 9, bit)  # the root of the path: nothing lies behind it
-    assert target.restored()[0] == 3
+    flip(full.build.paths.lineage(1), 9, bit)  # the root of the path: nothing lies behind it
+    assert full.restored()[0] == 3
 
 
 def test_a_frozen_file_that_checkpoints_share_takes_them_all_with_it_by_name(run_dir: Path) -> None:

@@ -12,8 +12,10 @@ PIP_INSTALL := $(PY) -m pip -qq --no-input --disable-pip-version-check install
 test: lint
 	@$(PY) -m pytest -n 2 -m 'not soak'
 
+# Prints what each part did and its seed; `make soak STEPWELL_SOAK_SEED=n` draws the same kills and cuts again.
 soak: $(STAMP)
-	@$(PY) -m pytest -n 2 -m soak --timeout 7200
+	@tests/crash/get_fuse.sh
+	@STEPWELL_SOAK_SEED=$(STEPWELL_SOAK_SEED) $(PY) -m pytest -n 2 -m soak --timeout 7200 -rsP --show-capture=stdout
 
 demo: $(STAMP)
 	@echo "training on handwritten digits twice: once uninterrupted, once with five kills (about a minute)"

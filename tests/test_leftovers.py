@@ -45,8 +45,8 @@ def test_an_orphan_is_found_by_its_mark_and_ended() -> None:
 
 def test_a_process_that_is_leaving_is_no_leftover() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()  # stepwell"], stdin=subprocess.PIPE) as child:
-        found = leftovers.find("no such mark", ["stepwell"])
-        assert child.stdin is not None
+        found = {process for process in leftovers.find("no such mark", ["stepwell"]) if process.pid == child.pid}
+        assert len(found) == 1 and child.stdin is not None
         child.stdin.close()
         assert leftovers.end(found, 10.0) == []
 

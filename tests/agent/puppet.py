@@ -125,13 +125,17 @@ class Puppet:
         """Announce a snapshot. Returns its sequence number."""
         sequence = self.next_number()
         self.arena.claim(slot)
+        self.fill_frozen()
+        self.client.begin({"type": "begin", **self.meta(step), "sequence": sequence, "slot": slot})
+        return sequence
+
+    def fill_frozen(self) -> None:
+        """The image of what does not change, once."""
         if self.frozen is not None and not self.frozen_sequence:
             self.frozen_sequence = self.next_number()
             self._fill(FROZEN, self.frozen, 0)
             self.arena.set_sequence(FROZEN, self.frozen_sequence)
             self.arena.set_verdict(FROZEN, self.frozen_sequence, is_good=True)
-        self.client.begin({"type": "begin", **self.meta(step), "sequence": sequence, "slot": slot})
-        return sequence
 
     def meta(self, step: int) -> Message:
         return {
@@ -192,6 +196,8 @@ class Puppet:
 
     def close(self, seconds: float = 10.0) -> bool:
         """End the agent; True if it ended in time."""
+        if not self.client.pid:
+            self.client._ended.set()  # it was only opened
         finished = self.client.close(seconds=seconds)
         self.arena.close()
         self.log.close()

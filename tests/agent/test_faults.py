@@ -60,7 +60,7 @@ def record_operations(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Opera
         for step in range(1, SAVES + 1):
             sequence = puppet.next_number()
             now.update(save=step, is_prune=False)
-            puppet.frozen_sequence = puppet.frozen_sequence or puppet.next_number()
+            puppet.fill_frozen()
             puppet.complete(step, step % 2, sequence)
             persister.persist(puppet.pending(step, step % 2))
             now["is_prune"] = True

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from stepwell.agent.client import AgentClient, find_orphan
-from stepwell.arena.channel import Channel
+from stepwell.arena.channel import Channel, place
 from stepwell.errors import AgentError
 from stepwell.store.lineage import read_run
 from stepwell.store.paths import RunPaths
@@ -136,7 +136,7 @@ def test_an_agent_that_never_starts_is_an_error(run_dir: Path, monkeypatch: pyte
 
 def test_an_adopted_agent_that_dies_is_replaced_at_the_start(run_dir: Path) -> None:
     agent = make_orphan(run_dir, linger=30)
-    found = find_orphan(read_run(RunPaths(run_dir)).id, 0)
+    found = find_orphan(place(read_run(RunPaths(run_dir)).id, run_dir), 0)
     assert found is not None
     channel, offer, fds = found
     assert len(offer["snapshots"]) == len(fds) == 1 and offer["agent"] == agent
@@ -153,14 +153,14 @@ def test_an_adopted_agent_that_dies_is_replaced_at_the_start(run_dir: Path) -> N
 
 def test_a_stopped_orphan_does_not_hold_up_a_successor(run_dir: Path) -> None:
     agent = make_orphan(run_dir, linger=30)
-    run = read_run(RunPaths(run_dir)).id
+    here = place(read_run(RunPaths(run_dir)).id, run_dir)
     os.kill(agent, signal.SIGSTOP)
     wait_for(lambda: ") T " in Path(f"/proc/{agent}/stat").read_text(), "stopped")
     started = time.monotonic()
-    assert find_orphan(run, 0) is None
+    assert find_orphan(here, 0) is None
     assert time.monotonic() - started < 30  # an agent that is merely slow is given 60 s
     os.kill(agent, signal.SIGCONT)
-    found = find_orphan(run, 0)  # the control: going again, it answers
+    found = find_orphan(here, 0)  # the control: going again, it answers
     assert found is not None
     puppet = Puppet(run_dir)
     puppet.client.adopt(found[0], agent)
@@ -170,11 +170,12 @@ def test_a_stopped_orphan_does_not_hold_up_a_successor(run_dir: Path) -> None:
     assert puppet.close()
 
 
-def test_an_agent_whose_trainer_lives_is_not_handed_over(run_dir: Path) -> None:
+def test_an_agent_whose_trainer_lives_is_not_handed_over(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     puppet = Puppet(run_dir)
     puppet.start()
     assert puppet.save(1)["type"] == "durable"
-    assert find_orphan(puppet.run.id, 0) is None
+    assert find_orphan(place(puppet.run.id, run_dir), 0) is None
+    assert "is alive" in caplog.text
     assert puppet.save(2)["type"] == "durable"
     assert puppet.close()
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -337,15 +337,16 @@ class Run:
     def check_nothing_left(self) -> None:
         """No process, no socket, no temporary file, no directory that is not a checkpoint."""
         self.wait_gone()
-        assert not list(sockets(self.run_id()))
+        self.check_no_sockets()
         left = [str(path) for path in self.paths.root.rglob("*.tmp")]
         assert not left, left
         uncommitted = [str(entry.id) for entry in catalog.scan(self.paths) if not entry.is_committed]
         assert not uncommitted, uncommitted
 
-    def run_id(self) -> str:
-        found: str = json.loads(self.paths.run.read_text())["id"]
-        return found
+    def check_no_sockets(self) -> None:
+        """None of the agents this run ever had can be found any more (a process closes its sockets last)."""
+        agents = {event["process"] for event in self.events() if event["who"] == "agent"}
+        wait_for(lambda: not any(has_socket(pid) for pid in agents), "sockets are gone", 5)
 
 
 def children(pid: int) -> list[Process]:
@@ -355,13 +356,14 @@ def children(pid: int) -> list[Process]:
     return [Process(child) for child in found if _read(child, "cmdline") == command]
 
 
-def sockets(run: str) -> Iterator[str]:
-    """Abstract addresses of this run's agents."""
+def has_socket(pid: int) -> bool:
+    """Whether a successor finds this agent by an abstract address."""
     with open("/proc/net/unix") as table:
-        for line in table:
-            name = line.split()[-1]
-            if name.startswith(f"@stepwell/{run}/"):
-                yield name
+        return any(name.startswith("@stepwell/") and name.endswith(f"/{pid}") for name in map(_last_word, table))
+
+
+def _last_word(line: str) -> str:
+    return line.split()[-1]
 
 
 def _read(pid: int, name: str) -> bytes:

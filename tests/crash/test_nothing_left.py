@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.harness import Ending, Run, sockets, wait_for
+from tests.crash.harness import Ending, Run, has_socket, wait_for
 from tests.crash.scenes import check_no_snapshot_lost
 
 
@@ -18,14 +18,16 @@ def test_no_process_and_no_socket_and_no_memory(how: str, status: int, run: Run,
     trainer = run.start(TRAIN_END="wait" if how.startswith("SIG") else how, STEPWELL_LINGER="0.2")
     if how.startswith("SIG"):
         run.wait_paused()
-        assert list(sockets(run.run_id())), "the check can see the socket of a live agent"
+        agent = run.agent()
+        assert has_socket(agent.pid), "the check can see the socket of a live agent"
+        agent.close()
         assert arenas_of(run), "the check can see the arena of a live agent"
         trainer.signal(getattr(signal, how))
     assert trainer.wait() == status, trainer.log()
     if how in ("exception", "exit"):
         assert not run.events("trainer-death")  # it left through its own end: nobody lingers
     run.wait_gone(20)
-    assert not list(sockets(run.run_id()))
+    run.check_no_sockets()
     assert not arenas_of(run)
     step = run.check_newest()
     check_no_snapshot_lost(run)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import gc
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,28 +101,39 @@ def test_device_snapshot_without_room_falls_back(run_dir: Path, monkeypatch: pyt
     assert len(reasons) == 1 and "do not fit" in reasons[0]
 
 
-def test_out_of_memory_in_the_clone_falls_back(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate says there is room and the allocator says no: the snapshot is taken overlapped instead."""
-    monkeypatch.setattr(snapshotter, "spare_bytes", lambda device: 1 << 60)
-    model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(16)]).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, foreach=False)
+OUT_OF_MEMORY = """
+import sys
+from pathlib import Path
+import torch
+from stepwell.snapshot import snapshotter
+from tests.snapshot.truth import Case, run
 
-    def body(ckpt: Any, number: int) -> None:
-        model(torch.randn(8, 2048, device="cuda")).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+snapshotter.spare_bytes = lambda device: 1 << 60  # the estimate is wrong: only the allocator says no
+model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(16)]).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, foreach=False)
 
-    body(None, 0)
-    gc.collect()  # earlier tests' garbage must not become room while this one runs
-    torch.cuda.empty_cache()
-    parameters = sum(p.nbytes for p in model.parameters())
-    # Room for the gradients and a little more, so the state (parameters and momentum) cannot be cloned.
-    held = torch.empty(torch.cuda.mem_get_info()[0] - int(1.4 * parameters), dtype=torch.uint8, device="cuda")
-    outcome = run(Case({"model": model, "optimizer": optimizer}, body, {"snapshot": "device"}), run_dir, steps=3)
-    del held
-    assert outcome.wrong() == []
-    reasons = [event["reason"] for event in outcome.events if event["kind"] == "strategy"]
-    assert "the device is out of memory" in reasons
+def body(ckpt, number):
+    model(torch.randn(8, 2048, device="cuda")).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+body(None, 0)
+torch.cuda.empty_cache()
+parameters = sum(p.nbytes for p in model.parameters())
+# Room for the gradients and a little more, so the state (parameters and momentum) cannot be cloned.
+held = torch.empty(torch.cuda.mem_get_info()[0] - int(1.4 * parameters), dtype=torch.uint8, device="cuda")
+outcome = run(Case({"model": model, "optimizer": optimizer}, body, {"snapshot": "device"}), Path(sys.argv[1]), steps=3)
+assert outcome.wrong() == []
+reasons = [event["reason"] for event in outcome.events if event["kind"] == "strategy"]
+assert "the device is out of memory" in reasons, reasons
+"""
+
+
+def test_out_of_memory_in_the_clone_falls_back(run_dir: Path) -> None:
+    """In a process of its own: what other tests leave in the allocator must not become room."""
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, "-c", OUT_OF_MEMORY, str(run_dir)], env=environment, check=True, timeout=100)
 
 
 def test_automatic_choice_gives_the_same_bytes(run_dir: Path) -> None:

@@ -73,7 +73,7 @@ class AgentClient:
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), *_import_path()]
+        command = [sys.executable, "-I", "-S", "-c", _BOOT, str(theirs.fileno()), *_import_path()]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True, cwd="/"

@@ -12,10 +12,13 @@ PIP_INSTALL := $(PY) -m pip -qq --no-input --disable-pip-version-check install
 test: lint
 	@$(PY) -m pytest -n 2 -m 'not soak'
 
-# Prints what each part did and its seed; `make soak STEPWELL_SOAK_SEED=n` draws the same kills and cuts again.
+# Ends with what each part did and its seed; `make soak STEPWELL_SOAK_SEED=n` draws the same kills and cuts again.
+soak: export STEPWELL_SOAK_SEED := $(STEPWELL_SOAK_SEED)
+soak: export STEPWELL_SOAK_REPORT := $(CURDIR)/build/soak.txt
 soak: $(STAMP)
 	@tests/crash/get_fuse.sh
-	@STEPWELL_SOAK_SEED=$(STEPWELL_SOAK_SEED) $(PY) -m pytest -n 2 -m soak --timeout 7200 -rsP --show-capture=stdout
+	@mkdir -p build && : > $(STEPWELL_SOAK_REPORT)
+	@$(PY) -m pytest -n 2 -m soak --timeout 7200; status=$$?; sort $(STEPWELL_SOAK_REPORT); exit $$status
 
 demo: $(STAMP)
 	@echo "training on handwritten digits twice: once uninterrupted, once with five kills (about a minute)"

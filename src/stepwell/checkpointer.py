@@ -15,8 +15,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from stepwell import events, journal
@@ -25,20 +23,18 @@ from stepwell.arena.channel import Message
 from stepwell.data.loader import Batches, make_source
 from stepwell.data.steps import StepCounter
 from stepwell.errors import AgentError, ConfigError, PersistError, StateError
-from stepwell.options import check_options, named_objects, run_directory, seconds_from
+from stepwell.options import Files, check_files, check_options, named_objects, run_directory, seconds_from
 from stepwell.own import OwnState
 from stepwell.policy.every import Every, Moment, Policy
 from stepwell.reopen import Reopened, load_only, reopen
 from stepwell.snapshot.inflight import Inflight
 from stepwell.snapshot.snapshotter import Snapshotter
 from stepwell.snapshot.uploads import SaveHandle, Uploads
-from stepwell.state.flatten import Flat, flatten
+from stepwell.state.flatten import flatten
 from stepwell.state.tracked import track as track_objects
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import ProgressFile
 from stepwell.types import Keep, Status
-
-_Files = dict[str, "str | os.PathLike[str]"]
 
 
 class Checkpointer:
@@ -78,16 +74,11 @@ class Checkpointer:
             client=self._client,
             on_settled=self._on_settled,
         )
-        self._progress = ProgressFile(self._paths.progress)
+        self._progress = ProgressFile(self._paths.progress, self._log.later)
         self._steps = StepCounter()
         self._uploads = Uploads()
         self._close_seconds = seconds_from("STEPWELL_CLOSE_SECONDS", 120)
-        self.data = Batches(
-            is_given=data is not None,
-            on_start=self._ensure_open,
-            on_request=self._on_request,
-            on_delivered=self._steps.on_delivered,
-        )
+        self.data = Batches(data is not None, self._ensure_open, self._on_request, self._steps.on_delivered)
         self._own = OwnState(self._steps, self.data)
         self._pid = os.getpid()
         self._reopened: Reopened | None = None
@@ -179,7 +170,7 @@ class Checkpointer:
     def epochs(self, count: int) -> Iterator[int]:
         """Epoch numbers that are left, the running one first. At the end commits the run, waits, and closes."""
         self._ensure_open()
-        if self._own.is_finished and self.data.epoch >= count:
+        if self.data.epoch >= count:
             self._log.emit(events.Finished(step=self._steps.step, again=True))
             self.close()
             return
@@ -192,7 +183,7 @@ class Checkpointer:
         self._count_step()
         self._own.go_to(count)
         self._own.is_finished = True
-        self.save().wait(self._close_seconds)
+        self._save_surely().wait(self._close_seconds)
         self._log.emit(events.Finished(step=self._steps.step, again=False))
         self.close()
 
@@ -205,10 +196,11 @@ class Checkpointer:
             self._end_iteration()
         self._own.settle_generators(again=True)
 
-    def step(self) -> None:
-        """End of the loop body, for loops that do not iterate `ckpt.data` (or whose consumer reads ahead)."""
+    def step(self, *, batches: int = 1) -> None:
+        """End of the loop body, for loops that do not iterate `ckpt.data`, or read ahead: it used this many batches."""
         self._ensure_open()
         self._steps.on_call()
+        self._own.tell(batches)
         self._own.settle_generators(again=False)
         self._end_iteration()
 
@@ -229,10 +221,10 @@ class Checkpointer:
             self._snapshotter.prepare(flatten(self._state()))
 
     def _count_step(self) -> bool:
-        self._log.flush()
+        self._log.flush(until=self._steps.step)  # a step late: a tensor of this one would make the host wait
         if not self._steps.end_iteration():
             return False
-        self._own.consumed = self.data.consumed
+        self._own.note_step()
         self._progress.update(self._steps.step)
         return True
 
@@ -258,7 +250,7 @@ class Checkpointer:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def save(self, *, name: str | None = None, files: _Files | None = None) -> SaveHandle:
+    def save(self, *, name: str | None = None, files: Files | None = None) -> SaveHandle:
         """Save now. Waits for memory and a free slot, not for the disk: see the handle.
 
         After this iteration's optimizer step it counts as the end of the iteration: call it last in the loop body.
@@ -268,45 +260,54 @@ class Checkpointer:
         """
         self._ensure_open()
         self._count_step()  # or a resume would apply this batch twice
-        handle = self._save(block=True, name=name, files=files)
-        if handle is None:
-            raise AgentError("the agent died again and again; see the log above for its error")
+        self._own.is_after_epoch = self.data.is_exhausted  # or it would run the code after the loop twice
+        try:
+            handle = self._save(block=True, name=name, files=check_files(files))
+        finally:
+            self._own.is_after_epoch = False
+        assert handle is not None
         return handle
 
-    def _save(self, *, block: bool, name: str | None = None, files: _Files | None = None) -> SaveHandle | None:
+    def _save_surely(self) -> SaveHandle:
+        """The last save of a run: one that turns out void is taken again, blocking."""
+        handle = self._save(block=True)
+        assert handle is not None
+        if handle.staging_completion.exception() is not None:
+            handle = self._save(block=True)
+        assert handle is not None
+        return handle
+
+    def _save(self, *, block: bool, name: str | None = None, files: dict[str, str] | None = None) -> SaveHandle | None:
         """state -> snapshot -> arena -> agent. None: put off (an event says why); asked again after the next step."""
-        step = self._steps.step
+        step, repeat = self._steps.step, self._repeats.get(self._steps.step, -1) + 1
+        if self._is_lost and block:
+            raise AgentError("the agent died again and again; see the log above for its error")
         if self._is_lost:
             return None
         try:
             flat = flatten(self._state())
-        except StateError as error:
+            meta = {
+                "step": step,
+                "repeat": repeat,
+                "created": time.time(),
+                "tree": flat.tree,
+                "epoch_end": self.data.is_at_end or self._own.is_finished,
+                "finished": self._own.is_finished,
+                "name": name,
+                "files": files or {},
+            }
+            taken = self._snapshotter.take(flat, meta, block=block)
+        except Exception as error:
             if block:
                 raise
-            self._log.emit(events.SnapshotSkipped(step=step, reason=str(error)))
-            self._saved_at, self._saved_step = time.monotonic(), step  # the same again at every step helps nobody
-            return None
-        taken = self._snapshotter.take(flat, self._meta(flat, name, files), block=block)
+            taken = f"{type(error).__name__}: {error}"  # a failed checkpoint never stops training
+            self._saved_at, self._saved_step = time.monotonic(), step  # and the same at every step helps nobody
         if isinstance(taken, str):
             self._log.emit(events.SnapshotSkipped(step=step, reason=taken))
             return None
         self._saved_at, self._saved_step, self._epochs_since = time.monotonic(), step, 0
-        self._is_due_again = False
-        self._repeats = {step: self._repeats.get(step, -1) + 1}
+        self._is_due_again, self._repeats = False, {step: repeat}
         return SaveHandle(step, taken.staged, self._uploads.open(taken.sequence))
-
-    def _meta(self, flat: Flat, name: str | None, files: _Files | None) -> dict[str, Any]:
-        step = self._steps.step
-        return {
-            "step": step,
-            "repeat": self._repeats.get(step, -1) + 1,
-            "created": time.time(),
-            "tree": flat.tree,
-            "epoch_end": self.data.is_at_end or self._own.is_finished,
-            "finished": self._own.is_finished,
-            "name": name,
-            "files": {key: str(Path(path).resolve()) for key, path in (files or {}).items()},
-        }
 
     def _on_settled(self, inflight: Inflight) -> None:
         """Copier thread: a snapshot is complete, or void."""
@@ -325,7 +326,7 @@ class Checkpointer:
             self._snapshotter.pool.release(sequence)
             self._uploads.forget(sequence)
         elif kind == "failed":
-            self._is_fenced = self._is_fenced or message["fenced"]
+            self._is_fenced = self._is_fenced or (message["fenced"] and message["lineage"] == self._log.lineage)
             if message["final"]:
                 self._uploads.fail(sequence, PersistError(message["error"], step=message["step"]))
         elif kind == "replaced":
@@ -364,8 +365,8 @@ class Checkpointer:
         try:
             if save and not self._is_lost:
                 self._count_step()
-                if self._saved_step != self._steps.step:
-                    self.save()
+                if self._saved_step != self._steps.step or self._is_due_again:
+                    self._save_surely()
         finally:
             self._is_closed = True
             self._shut_down()
@@ -379,8 +380,8 @@ class Checkpointer:
         pending = self._uploads.pending()
         self._client.close(seconds=self._close_seconds if pending else 10.0)
         self._snapshotter.close()
-        self._progress.close()
         self._log.close()
+        self._progress.close()
         left = [future for future in pending if not future.done()]
         if left:
             raise PersistError(f"{len(left)} snapshots did not become durable; `events.jsonl` tells why")
@@ -393,8 +394,6 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         # After an exception the state may be half changed: what is on disk is better than what is in memory.
         self.close(save=kind is None)

@@ -15,7 +15,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from stepwell.events import Event, Log, logger
 
 _CLOSE_SECONDS = 5.0
+_MOST_WAITING = 100_000
 _MAX_LINE_BYTES = 1 << 20
 
 
@@ -37,7 +38,7 @@ class EventLog:
         self.who = who
         self.lineage = lineage
         self._background = background
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._fd: int | None = None
@@ -62,15 +63,20 @@ class EventLog:
         if not self._background:
             self._write(data)
             return
+        self.later(lambda: self._write(data))
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Run a call on the writing thread, in order. Dropped while the file system hangs and too many wait."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._drain, daemon=True, name="stepwell-events")
                 self._thread.start()
-        self._lines.put(data)
+        if self._calls.qsize() < _MOST_WAITING:
+            self._calls.put(call)
 
     def _drain(self) -> None:
-        while (data := self._lines.get()) is not None:
-            self._write(data)
+        while (call := self._calls.get()) is not None:
+            call()
 
     def _write(self, data: bytes) -> None:
         try:
@@ -92,17 +98,20 @@ class EventLog:
         kept = {key: value.detach() if hasattr(value, "detach") else value for key, value in values.items()}
         self._kept.append((step, kept))
 
-    def flush(self) -> None:
-        """Write the values that were kept."""
+    def flush(self, until: int | None = None) -> None:
+        """Write the values that were kept, of steps up to `until` only if given."""
         kept, self._kept = self._kept, []
         for step, values in kept:
+            if until is not None and step > until:
+                self._kept.append((step, values))
+                continue
             plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in values.items()}
             self.emit(Log(step=step, values=plain))
 
     def close(self) -> None:
         """Write what is left and close the file; a later emit opens it again."""
         if self._thread is not None:
-            self._lines.put(None)
+            self._calls.put(None)
             self._thread.join(_CLOSE_SECONDS)
             if self._thread.is_alive():
                 return  # the file system hangs: the thread ends with the process

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Final
 
 from stepwell.errors import ConfigError
 
+Files = dict[str, "str | os.PathLike[str]"]
 STRATEGIES: Final = ("auto", "device", "overlap", "blocking")
 
 
@@ -53,3 +55,15 @@ def check_options(**options: Any) -> None:
         raise ConfigError(f"snapshot={snapshot!r}: give one of {', '.join(STRATEGIES)}", name="snapshot")
     if host_memory is not None and (not isinstance(host_memory, int) or host_memory <= 0):
         raise ConfigError(f"host_memory={host_memory!r}: give a number of bytes", name="host_memory")
+
+
+def check_files(files: Files | None) -> dict[str, str]:
+    """Files to be stored with a checkpoint: plain names, and paths that can be read now."""
+    found = {}
+    for name, path in (files or {}).items():
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,150}", name) or ".." in name:
+            raise ConfigError(f"files={{{name!r}: ...}}: give a plain file name of letters, digits, '.', '_' and '-'")
+        if not os.path.isfile(path) or not os.access(path, os.R_OK):
+            raise ConfigError(f"files={{{name!r}: {os.fspath(path)!r}}}: there is no such file to read", path=str(path))
+        found[name] = os.path.realpath(path)
+    return found

@@ -74,6 +74,7 @@ class _Candidate:
     record: Callable[[], Record]
     open_source: Callable[[FileEntry], Source]
     is_suspect: bool
+    is_live: bool = True
 
 
 def reopen(
@@ -138,10 +139,17 @@ def load_only(
     return restored is not None
 
 
-def _preference(candidate: _Candidate) -> tuple[bool, int, int, int, bool]:
-    """Not suspect before suspect, newest first, memory before disk."""
+def _preference(candidate: _Candidate) -> tuple[bool, bool, int, int, int, bool]:
+    """As `choose` ranks them, with memory before disk: not suspect, live, newest."""
     id = candidate.id
-    return candidate.is_suspect, -id.step, -id.repeat, -id.lineage, candidate.source != "memory"
+    return (
+        candidate.is_suspect,
+        not candidate.is_live,
+        -id.step,
+        -id.lineage,
+        -id.repeat,
+        candidate.source != "memory",
+    )
 
 
 def _seed(seed: int | None) -> int | None:
@@ -191,6 +199,7 @@ def _disk_candidate(paths: RunPaths, entry: catalog.Entry) -> _Candidate:
         record=lambda: catalog.read_record(paths, manifest),
         open_source=lambda file: FileSource(directory / file.name),
         is_suspect=manifest.suspect is not None,
+        is_live=entry.is_live,
     )
 
 

@@ -6,6 +6,7 @@ Not:     bytes (format), files (store), tensors (state).
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -14,9 +15,10 @@ from stepwell.errors import ConfigError
 _NAME = re.compile(r"^step-(\d{12})\.l(\d{4,8})(?:\.r(\d{1,6}))?$")
 
 
-@dataclass(frozen=True, order=True)
+@functools.total_ordering
+@dataclass(frozen=True)
 class CheckpointId:
-    """Which checkpoint: ordered by step, then by how often that step was saved again, then by lineage."""
+    """Which checkpoint: ordered by step, then by lineage, then by how often that step was saved again in it."""
 
     step: int
     repeat: int
@@ -36,6 +38,9 @@ class CheckpointId:
             return None
         found = cls(step=int(match[1]), lineage=int(match[2]), repeat=int(match[3] or 0))
         return found if found.directory == directory else None
+
+    def __lt__(self, other: CheckpointId) -> bool:
+        return (self.step, self.lineage, self.repeat) < (other.step, other.lineage, other.repeat)
 
     def __str__(self) -> str:
         return self.directory

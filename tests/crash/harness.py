@@ -43,6 +43,14 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_
     return found
 
 
+def report(line: str) -> None:
+    """Say what a long test did; `make soak` shows it at the end (workers of xdist have no terminal)."""
+    print(line)
+    if path := os.environ.get("STEPWELL_SOAK_REPORT"):
+        with open(path, "a") as file:
+            file.write(f"{line}\n")
+
+
 class Server:
     """The process that forks trainers."""
 

@@ -1,19 +1,26 @@
-"""Imports torch once and forks trainers: starting one costs milliseconds instead of four seconds.
+"""Imports torch and stepwell once and forks trainers: starting one costs milliseconds instead of four seconds.
 
 This process never runs a second thread (it checks before every fork), so a child is what a fresh interpreter would be
-after `import torch`; it imports stepwell itself, and its agent is started by exec as always. Requests are lines of JSON
+after its imports; its agent is started by exec as always. It ends as an interpreter does, threads joined and exit
+handlers run, but does not take its modules apart, which would copy every page of them. Requests are lines of JSON
 on stdin: `{"start": [argv], "env": {...}, "log": path, "namespace": pid}` answers the pid, `{"reap": pid}` waits and
 answers the status. A trainer enters the mount namespace of the process `namespace`, if that is not 0.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
+import importlib
 import json
 import os
 import runpy
+import signal
 import sys
+import threading
+import traceback
+from typing import Any
 
 
 def warm_up() -> None:
@@ -28,10 +35,11 @@ def warm_up() -> None:
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     numpy.random.rand()
+    importlib.import_module("stepwell.checkpointer")
 
 
-def become_trainer(request: dict[str, object]) -> None:
-    """In the child: from here on this is an ordinary run of the script."""
+def become_trainer(request: dict[str, Any]) -> None:
+    """In the child: from here on this is an ordinary run of the script. Does not return."""
     if request["namespace"]:
         handle = os.open(f"/proc/{request['namespace']}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         if ctypes.CDLL(None, use_errno=True).setns(handle, 0):
@@ -40,14 +48,29 @@ def become_trainer(request: dict[str, object]) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    os.environ.update(request["env"])  # type: ignore[call-overload]
-    sys.argv = list(request["start"])  # type: ignore[call-overload]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    os.environ.update(request["env"])
+    sys.modules["stepwell.faults"].set_role("trainer")  # reads the environment again, as a fresh process would
+    sys.argv = list(request["start"])
+    status: Any = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as ending:
+        status = ending.code
+    except BaseException as error:
+        traceback.print_exc()
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status == -signal.SIGINT:  # as the interpreter ends after Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status or 0)
 
 
 def main() -> None:
     warm_up()
-    assert "stepwell" not in sys.modules
     gc.freeze()
     print(json.dumps({"ready": os.getpid()}), flush=True)
     for line in sys.stdin:
@@ -61,7 +84,6 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 become_trainer(request)
-                return  # through the interpreter's own end: atexit handlers run as in any script
             answer = {"pid": pid}
         print(json.dumps(answer), flush=True)
 

@@ -67,6 +67,21 @@ def test_everything_dies_in_the_middle_of_a_write(run: Run, tmp_path: Path, refe
     run.check_nothing_left()
 
 
+def test_a_finished_run_is_swept_too(run: Run, reference: Ending) -> None:
+    """It commits nothing any more, and still cleans up at its start."""
+    assert run.start().wait() == 0
+    newest = run.newest()
+    assert newest is not None
+    (newest.path / "manifest.json.99999.tmp").write_bytes(b"of an agent that died right after its commit")
+    left = run.paths.root / "step-000000000044.l0001"
+    left.mkdir(exist_ok=True)
+    (left / "manifest.json").unlink(missing_ok=True)  # as after a death in the middle of a prune
+    (left / "rank-00000.safetensors.tmp").write_bytes(b"half")
+    run.finish()
+    run.check_identical(reference)
+    run.check_nothing_left()
+
+
 def test_the_agent_never_sees_the_users_script(run: Run) -> None:
     trainer = run.start(TRAIN_END="wait")
     agent = run.agent()

@@ -31,7 +31,7 @@ from stepwell.store.paths import RunPaths
 from stepwell.types import Keep
 from tests.agent.puppet import Puppet, verify
 from tests.crash.conftest import MakeRun
-from tests.crash.harness import HERE, Ending, Namespace, wait_for
+from tests.crash.harness import HERE, Ending, Namespace, report, wait_for
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 SAVES = 4
@@ -178,7 +178,9 @@ def cut_everywhere(disk: PowerDisk) -> tuple[int, int, list[str]]:
 
 def test_a_cut_at_every_operation(disk: PowerDisk) -> None:
     operations, looked, problems = cut_everywhere(disk)
-    print(f"power cut at each of {operations} operations of {SAVES} commits with prunes: {looked} survivors, all right")
+    report(
+        f"power cut, at each of {operations} operations of {SAVES} commits with prunes: {looked} survivors, all right"
+    )
     assert not problems, problems[:5]
     assert operations > 80
 
@@ -189,7 +191,7 @@ def test_control_without_sync_the_cut_is_noticed(
 ) -> None:
     monkeypatch.setattr(files, switched_off, lambda *_: None)
     _, looked, problems = cut_everywhere(disk)
-    print(f"without {switched_off}: {len(problems)} of {looked} survivors are wrong, first: {problems[:1]}")
+    report(f"power cut, control without {switched_off}: {len(problems)} of {looked} survivors are wrong")
     assert problems
 
 
@@ -238,5 +240,7 @@ def test_training_goes_on_after_a_cut(disk: PowerDisk, make_run: MakeRun, refere
         after.finish()
         assert after.ending().difference(reference, is_log_whole=False) is None, f"STEPWELL_SOAK_SEED={drawn}"
         after.check_nothing_left()
-    print(f"20 runs cut at a random operation, {resumed} resumed, all identical; STEPWELL_SOAK_SEED={drawn}")
+    report(
+        f"power cut, 20 trainings cut at a random operation, {resumed} resumed, all identical; STEPWELL_SOAK_SEED={drawn}"
+    )
     assert resumed >= 5

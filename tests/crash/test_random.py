@@ -11,7 +11,7 @@ import secrets
 import pytest
 
 from tests.crash.conftest import MakeRun
-from tests.crash.harness import Ending
+from tests.crash.harness import Ending, report
 from tests.crash.torment import torment
 
 TEST_PARTS, TEST_KILLS = 10, 4
@@ -42,4 +42,4 @@ def test_random_kills(part: int, make_run: MakeRun, reference: Ending) -> None:
 def test_hundreds_of_random_kills(part: int, make_run: MakeRun, reference: Ending) -> None:
     drawn = int(os.environ.get("STEPWELL_SOAK_SEED") or secrets.randbits(20))
     landed, runs = kill_until(SOAK_KILLS, (drawn * SOAK_PARTS + part) * 1000, make_run, reference)
-    print(f"soak part {part}: {landed} kills in {runs} runs, all identical; STEPWELL_SOAK_SEED={drawn}")
+    report(f"random kills, part {part}: {landed} kills in {runs} runs, all identical; STEPWELL_SOAK_SEED={drawn}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -76,7 +77,12 @@ class AgentClient:
         command = [sys.executable, "-I", "-S", "-c", _BOOT, str(theirs.fileno()), *_import_path()]
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True, cwd="/"
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                cwd="/",
             )
         except OSError as error:
             ours.close()
@@ -92,9 +98,11 @@ class AgentClient:
         try:
             self._channel.send(self._hello)
             answer = self._channel.receive()
+            while answer is not None and answer[0]["type"] != "ready":
+                answer = self._channel.receive()  # an adopted agent may still have told of its old trainer's snapshots
         except OSError as error:
             raise AgentError(f"the agent (process {self.pid}) does not answer: {error}", pid=self.pid) from error
-        if answer is None or answer[0]["type"] != "ready":
+        if answer is None:
             raise AgentError(f"the agent (process {self.pid}) ended at once; its error is above", pid=self.pid)
         self._channel.socket.settimeout(None)
 
@@ -151,9 +159,16 @@ class AgentClient:
             self._send(message)
 
     def _send(self, message: Message, fds: list[int] | None = None) -> None:
-        if self._channel is not None:
-            with contextlib.suppress(OSError):  # the listener sees the death and repeats all that matters
-                self._channel.send(message, fds)
+        if self._channel is None:
+            return
+        try:
+            self._channel.send(message, fds)
+        except TimeoutError:
+            events.logger.warning("the agent (process %d) does not read any more; it is replaced", self.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        except OSError:
+            pass  # the listener sees the death and repeats all that matters
 
     # -- listening ----------------------------------------------------------------------------------------------------
 
@@ -177,7 +192,10 @@ class AgentClient:
             elif message["type"] == "bye":
                 self._ended.set()
                 return
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except Exception:  # this thread must live on: without it no slot is ever released
+                events.logger.exception("a message of the agent was not understood: %s", message["type"])
 
     def _replace(self) -> bool:
         """The agent died: start another one and tell it everything that is not durable yet."""

@@ -7,6 +7,7 @@ Holds:   the order shard, record, manifest, prune. A failure leaves older checkp
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,7 +120,18 @@ class Persister:
 
     def prune(self, lineage: int, keep: Keep) -> None:
         """Apply retention. Only the owner of the newest lineage may remove anything."""
-        for entry, reason in self._removable(lineage, keep):
+        self._remove(lineage, retention.surplus(catalog.scan(self.paths), keep))
+        self.sweep(lineage)
+
+    def sweep(self, lineage: int) -> None:
+        """Remove what processes that died left behind. Only the owner of the newest lineage may."""
+        entries = catalog.scan(self.paths)
+        self._remove(lineage, [(entry, "never committed") for entry in retention.left_over(entries, lineage)])
+        if newest_number(self.paths) == lineage:
+            retention.remove_strays(self.paths, entries, lineage)
+
+    def _remove(self, lineage: int, entries: Sequence[tuple[catalog.Entry, str]]) -> None:
+        for entry, reason in entries:
             if newest_number(self.paths) != lineage:
                 return
             try:
@@ -130,13 +142,6 @@ class Persister:
                 self.log.emit(events.Prune(directory=entry.id.directory, reason=reason))
             except (OSError, StepwellError) as error:
                 self.log.emit(events.PruneFailed(directory=entry.id.directory, error=str(error)))
-        if newest_number(self.paths) == lineage:
-            retention.remove_strays(self.paths, lineage)
-
-    def _removable(self, lineage: int, keep: Keep) -> list[tuple[catalog.Entry, str]]:
-        entries = catalog.scan(self.paths)
-        left_over = [(entry, "never committed") for entry in retention.left_over(entries, lineage)]
-        return retention.surplus(entries, keep) + left_over
 
 
 def make_record(pending: Pending, entries: list[FileEntry]) -> Record:

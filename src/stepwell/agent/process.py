@@ -65,8 +65,8 @@ class Agent:
         self._busy: Pending | None = None
         self._outbox: list[Message] = []
         self._closing = False
+        self._sweeps_due = 0
         self._leave_at: float | None = None
-        self._next_beat = 0.0
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -76,6 +76,7 @@ class Agent:
         self._selector.register(self.channel, selectors.EVENT_READ, self._on_trainer)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         threading.Thread(target=self._work, daemon=True, name="stepwell-persist").start()
+        threading.Thread(target=self._beat, daemon=True, name="stepwell-beat").start()
         while not self._is_over():
             for key, _ in self._selector.select(self._timeout()):
                 key.data()
@@ -91,13 +92,14 @@ class Agent:
 
     def _is_over(self) -> bool:
         with self._lock:
-            idle = self._busy is None and not any(not item.is_done for item in self.queue.items)
+            is_waiting = self._sweeps_due > 0 or any(not item.is_done for item in self.queue.items)
+            idle = self._busy is None and not is_waiting
             if self._closing and idle:
                 return True
             return self._leave_at is not None and time.monotonic() > self._leave_at and self._busy is None
 
     def _tend(self) -> None:
-        """After each round: release slots, tell the trainer, wake the worker, show that we live."""
+        """After each round: release slots, tell the trainer, wake the worker."""
         with self._lock:
             released = self.queue.collect(self._busy)
             outbox, self._outbox = self._outbox, []
@@ -108,10 +110,14 @@ class Agent:
         for item in released:
             self._send({"type": "released", "sequence": item.sequence})
         self._drop_old_arenas()
-        if self._trainer_pid and time.monotonic() > self._next_beat:
-            self._next_beat = time.monotonic() + _BEAT_SECONDS
-            with contextlib.suppress(OSError):
-                os.utime(self.paths.progress, follow_symlinks=False)
+
+    def _beat(self) -> None:
+        """Show other machines that this run is alive. A thread of its own: the file system may hang."""
+        while True:
+            if self._trainer_pid:
+                with contextlib.suppress(OSError):
+                    os.utime(self.paths.progress, follow_symlinks=False)
+            time.sleep(_BEAT_SECONDS)
 
     def _send(self, message: Message) -> None:
         if self.channel is not None:
@@ -146,6 +152,7 @@ class Agent:
             self.log.close()
             self.log = journal.EventLog(self.paths.events, who="agent", lineage=self.lineage)
             self.persister = Persister(self.paths, self.log)
+            self._sweeps_due += 1
             self._leave_at = None
         if self._listener is None:
             self._listener = listen(place(self.run_id, self.paths.root), self.owner.rank)
@@ -248,10 +255,16 @@ class Agent:
             with self._lock:
                 self._busy = None
                 os.eventfd_write(self._wake, 1)
-                while (pending := self.queue.next_due()) is None:
+                while (pending := self.queue.next_due()) is None and not self._sweeps_due:
                     self._lock.wait(0.2)
-                self._busy = pending
-            self._persist(pending)
+                self._busy, sweeps = pending, self._sweeps_due
+            if pending is not None:
+                self._persist(pending)
+                continue
+            with contextlib.suppress(OSError, StepwellError):  # the same again after the next commit
+                self.persister.sweep(self.lineage)
+            with self._lock:
+                self._sweeps_due -= sweeps
 
     def _persist(self, pending: Pending) -> None:
         started = time.monotonic()
@@ -268,7 +281,7 @@ class Agent:
             facts = {"sequence": pending.sequence, "step": pending.id.step, "directory": pending.id.directory}
             self._outbox.append({"type": "durable", **facts, "seconds": seconds})
         os.eventfd_write(self._wake, 1)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StepwellError):  # told by its own event; there is always a next time
             self.persister.prune(self.lineage, self.keep)
 
     def _note_failure(self, pending: Pending, error: Exception, *, final: bool) -> None:
@@ -282,7 +295,9 @@ class Agent:
             pending.not_before = time.monotonic() + delay
             pending.is_done = final
             facts = {"sequence": pending.sequence, "step": pending.id.step, "error": str(error), "final": final}
-            self._outbox.append({"type": "failed", **facts, "fenced": isinstance(error, FencedError)})
+            self._outbox.append(
+                {"type": "failed", **facts, "fenced": isinstance(error, FencedError), "lineage": pending.id.lineage}
+            )
         os.eventfd_write(self._wake, 1)
 
     # -- death and succession -----------------------------------------------------------------------------------------
@@ -307,7 +322,8 @@ class Agent:
             step = progress.step if progress is not None and progress.pid == self._trainer_pid else 0
             self.log.emit(events.TrainerDeath(pid=self._trainer_pid, step=step, pending=pending))
         self._trainer_pid = 0
-        self._leave_at = time.monotonic() + (0 if self._closing else self.linger_seconds)
+        self._leave_at = time.monotonic() + (0 if self._closing and not pending else self.linger_seconds)
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 2)  # `train 2>&1 | tee` must not wait for us
 
     def _drain(self, channel: Channel) -> None:
         """Messages that were sent before the kill are still in the socket."""
@@ -357,6 +373,8 @@ class Agent:
         """Hand the arena over; the successor becomes our trainer when it says hello on this connection."""
         with self._lock:
             newest = self.queue.newest_complete
+            if newest is not None and not newest.is_complete:
+                newest = None  # its slot was being filled again when the trainer died
         offer, fds = make_offer(newest)
         channel.send(offer, fds)
         self.log.emit(events.Adopted(pid=pid, complete=len(fds)))
@@ -367,17 +385,10 @@ class Agent:
         self._selector.register(channel, selectors.EVENT_READ, self._on_trainer)
 
     def _drop_old_arenas(self) -> None:
-        """Free memory of layouts that nobody needs any more: all but the newest generation, once written."""
-        if len(self.arenas) < 2:
-            return
+        """Free memory of layouts that nobody needs any more."""
         with self._lock:
-            used = {item.arena.shape.generation for item in self.queue.items}
-            for generation in sorted(self.arenas)[:-1]:
-                if generation not in used:
-                    newest = self.queue.newest_complete
-                    if newest is not None and newest.arena.shape.generation == generation:
-                        self.queue.newest_complete = None
-                    self.arenas.pop(generation).close()
+            for generation in self.queue.unused(self.arenas):
+                self.arenas.pop(generation).close()
 
 
 def main() -> None:

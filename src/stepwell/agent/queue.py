@@ -8,6 +8,7 @@ Holds:   in order; a snapshot whose write failed is given up only when a newer o
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +123,14 @@ class PendingQueue:
             if not item.is_done and item.is_complete:
                 return item if item.not_before <= now else None
         return None
+
+    def unused(self, generations: Iterable[int]) -> list[int]:
+        """Arenas that nobody needs any more: all but the newest, once their snapshots are written."""
+        used = {item.arena.shape.generation for item in self.items}
+        out = [generation for generation in sorted(generations)[:-1] if generation not in used]
+        if self.newest_complete is not None and self.newest_complete.arena.shape.generation in out:
+            self.newest_complete = None
+        return out
 
     def has_incomplete(self) -> bool:
         """Whether something may still become complete."""

@@ -8,10 +8,13 @@ Holds:   a message is either whole or not there; what was sent before a SIGKILL 
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
+import select
 import socket
 import struct
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +23,7 @@ Message = dict[str, Any]
 _LENGTH: Final = struct.Struct("<Q")
 _MAX_MESSAGE: Final = 1 << 30
 _PREFIX: Final = "stepwell/"
+_SEND_SECONDS: Final = 10.0
 
 
 class Channel:
@@ -39,9 +43,16 @@ class Channel:
         body = json.dumps(message, separators=(",", ":")).encode()
         data = _LENGTH.pack(len(body)) + body
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        sent = self.socket.sendmsg([data], ancillary)
-        if sent < len(data):  # sending nothing would still fail, if the peer has answered and left meanwhile
-            self.socket.sendall(memoryview(data)[sent:])
+        rest, deadline = memoryview(data), time.monotonic() + _SEND_SECONDS
+        while rest:
+            # Bounded: training must not wait for ever for an agent that does not read.
+            poll = select.poll()
+            poll.register(self.socket, select.POLLOUT)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError(f"the other end did not read for {_SEND_SECONDS:.0f} s")
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[self.socket.sendmsg([rest], ancillary, socket.MSG_DONTWAIT) :]
+                ancillary = []
 
     def receive(self) -> tuple[Message, list[int]] | None:
         """Block for the next message and the descriptors that came so far; None at the end of the stream."""

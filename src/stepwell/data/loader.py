@@ -146,6 +146,8 @@ class SequenceSource:
 def make_source(data: Any, seed: int) -> Source:
     """The source behind what the user gave as data=. Raises DataError for what cannot be resumed."""
     if isinstance(data, DataLoader):
+        if type(data).__iter__ is not DataLoader.__iter__:
+            raise DataError(f"{type(data).__qualname__} iterates in its own way. {_HOW}", found=type(data).__qualname__)
         return LoaderSource(data, seed)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, dict | str):
         return SequenceSource(data)
@@ -157,7 +159,6 @@ class Batches:
 
     def __init__(
         self,
-        *,
         is_given: bool,
         on_start: Callable[[], None],
         on_request: Callable[[], None],
@@ -179,6 +180,11 @@ class Batches:
     def seek(self, epoch: int, consumed: int) -> None:
         """Go to a position; takes effect at the next `iter`."""
         self.epoch, self.consumed, self._is_exhausted = epoch, consumed, False
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the loop was told that nothing is left of the epoch."""
+        return self._is_exhausted
 
     @property
     def is_at_end(self) -> bool:

@@ -214,6 +214,17 @@ def _device(text: str) -> torch.device:
     return torch.device(text if int(index or 0) < torch.cuda.device_count() else "cuda")
 
 
+def _put_back(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """torch casts optimizer state to the type of its parameter: what was saved in another type comes back as it was."""
+    saved = [number for group in state["param_groups"] for number in group["params"]]
+    live = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(saved, live, strict=True):
+        for key, value in state["state"].get(number, {}).items():
+            found = optimizer.state[parameter].get(key)
+            if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and found.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(found.device)
+
+
 def _give(item: Tracked, state: Any, fit: _Fit, *, strict: bool) -> None:
     try:
         if item.module is not None and not strict:
@@ -222,5 +233,7 @@ def _give(item: Tracked, state: Any, fit: _Fit, *, strict: bool) -> None:
             item.module.load_state_dict(kept, strict=False)
         else:
             item.load(state)
+            if item.optimizer is not None:
+                _put_back(item.optimizer, state)
     except Exception as error:  # the user's code: whatever it says is about this checkpoint and that object
         raise StateError(f"{item.name}: load_state_dict refused the checkpoint: {error}", name=item.name) from error

@@ -42,7 +42,7 @@ def choose(
 
 
 def _newest_first(entry: Entry) -> tuple[int, int, int]:
-    return -entry.id.step, -entry.id.repeat, -entry.id.lineage
+    return -entry.id.step, -entry.id.lineage, -entry.id.repeat
 
 
 def _is_suspect(entry: Entry) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,8 +50,10 @@ class FileSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = files.open_regular(path, direct=True)
-        self._direct = bool(os.O_DIRECT & _flags(self._fd))
+        fd = files.open_regular(path, direct=True)
+        self._fds = [fd]
+        self._open = (fd, bool(os.O_DIRECT & _flags(fd)))
+        self._lock = threading.Lock()
 
     @property
     def label(self) -> str:
@@ -59,28 +62,32 @@ class FileSource:
     def read(self, start: int, nbytes: int, buffer: memoryview) -> memoryview:
         done = 0
         while done < nbytes:
-            want = -(-(nbytes - done) // _PAGE) * _PAGE if self._direct else nbytes - done
+            fd, direct = self._open
+            want = -(-(nbytes - done) // _PAGE) * _PAGE if direct else nbytes - done
             try:
-                got = os.preadv(self._fd, [buffer[done : done + want]], start + done)
+                got = os.preadv(fd, [buffer[done : done + want]], start + done)
             except OSError as error:
-                if not self._direct:
+                if not direct:
                     raise DamagedError(f"{self._path}: cannot be read: {error.strerror}", path=self.label) from error
                 self._reopen()
                 continue
             if got <= 0:
                 raise DamagedError(f"{self._path}: ends at {start + done}", path=self.label, found=start + done)
             done = min(nbytes, done + got)
-            if self._direct and done < nbytes and done % _PAGE:
+            if direct and done < nbytes and done % _PAGE:
                 self._reopen()
         return buffer[:nbytes]
 
     def _reopen(self) -> None:
-        """A file system that opens with O_DIRECT and then cannot read so."""
-        old, self._fd, self._direct = self._fd, files.open_regular(self._path), False
-        os.close(old)
+        """A file system that opens with O_DIRECT and then cannot read so. Other threads may still use the first one."""
+        with self._lock:
+            if self._open[1]:
+                self._fds.append(files.open_regular(self._path))
+                self._open = (self._fds[-1], False)
 
     def close(self) -> None:
-        os.close(self._fd)
+        for fd in self._fds:
+            os.close(fd)
 
 
 class MemorySource:

@@ -80,15 +80,14 @@ class DeviceCopier:
         with torch.cuda.device(device):
             # Whatever may change before its copy is done is cloned on the compute stream: ordered after the step
             # that made it, before anything that could change it.
-            sources = [
-                copy.tensor.clone() if strategy == "device" or not copy.is_managed else copy.tensor for copy in copies
-            ]
+            sources = [_source(copy, strategy) for copy in copies]
             side.wait_stream(compute)
             with torch.cuda.stream(side):
                 job = DeviceJob(device, strategy, torch.cuda.Event(), list(sources))
                 self._check_finite(job, copies, sources)
                 for copy, source in zip(copies, sources, strict=True):
-                    copy.target.copy_(source, non_blocking=True)
+                    if source is not copy.target:
+                        copy.target.copy_(source, non_blocking=True)
                 job.done.record(side)
         return job
 
@@ -105,6 +104,19 @@ class DeviceCopier:
             job.norms = torch.empty(len(norms), dtype=torch.float32, pin_memory=True)
             job.norms.copy_(on_device, non_blocking=True)
             job.held.append(on_device)
+
+
+def _source(copy: DeviceCopy, strategy: Strategy) -> torch.Tensor:
+    """What the side stream copies from: the live tensor, or a clone where that may change before."""
+    if copy.is_managed and strategy != "device":
+        return copy.tensor
+    try:
+        return copy.tensor.clone()
+    except torch.OutOfMemoryError:
+        if strategy == "device":
+            raise
+        copy.target.copy_(copy.tensor)  # no room for a clone of what may change at any time: blocking, to the host
+        return copy.target
 
 
 def spare_bytes(device: torch.device) -> int:

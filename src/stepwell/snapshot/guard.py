@@ -24,15 +24,15 @@ class Watched:
 
     name: str
     live: Callable[[], torch.Tensor | None]
-    version: int
-    address: int
+    facts: tuple[int, int]
 
 
-def _version(tensor: torch.Tensor) -> int:
+def facts(tensor: torch.Tensor) -> tuple[int, int]:
+    """Version and address of a tensor: what an ordinary change does not leave alone."""
     try:
-        return tensor._version
+        return tensor._version, tensor.data_ptr()
     except RuntimeError:
-        return -1  # an inference tensor has no version: the address is all there is
+        return -1, tensor.data_ptr()  # an inference tensor has no version: the address is all there is
 
 
 class Guard:
@@ -45,13 +45,13 @@ class Guard:
         """Remember a leaf as it is now."""
         tensor = live()
         if tensor is not None:
-            self._watched.append(Watched(name, live, _version(tensor), tensor.data_ptr()))
+            self._watched.append(Watched(name, live, facts(tensor)))
 
     def changed(self) -> str | None:
         """Name of the first leaf that is not what it was, or None."""
         for watched in self._watched:
             tensor = watched.live()
-            if tensor is None or _version(tensor) != watched.version or tensor.data_ptr() != watched.address:
+            if tensor is None or facts(tensor) != watched.facts:
                 return watched.name
         return None
 

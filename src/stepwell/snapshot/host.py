@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from stepwell.events import logger
 from stepwell.faults import crash_point, slow_copy
 
 
@@ -58,7 +59,10 @@ class Copier:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:  # a job tells of its own failures; this thread must live on for the next one
+                logger.exception("a snapshot's bookkeeping failed")
 
     def close(self) -> None:
         """Finish what was submitted, then end the thread."""

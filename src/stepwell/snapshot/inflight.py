@@ -102,11 +102,13 @@ class Inflight:
                 crash_point("copy.complete")
         except Exception as error:  # whatever happens here must not leave the optimizer waiting for ever
             self.void = Void("?", f"copy failed: {type(error).__name__}: {error}")
-        self.host, self.targets = [], {}  # let go of the user's tensors
-        on_done(self)  # before the gate opens: the next snapshot must know how this one ended
-        if self.void is not None:
-            self.arena.set_verdict(self.slot, self.sequence, is_good=False)  # last: the agent lets go at once
-        self.done.set()
+        try:
+            on_done(self)  # before the gate opens: the next snapshot must know how this one ended
+        finally:
+            if self.void is not None:
+                self.arena.set_verdict(self.slot, self.sequence, is_good=False)  # last: the agent lets go at once
+            self.done.set()
+            self.host, self.targets = [], {}  # let go of the user's tensors
         if self.void is None:
             self.staged.set_result(None)
         else:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from stepwell.arena.memory import FROZEN, Arena
 from stepwell.format.record import LeafEntry
 from stepwell.format.shard import LeafSpec, ShardLayout, lay_out
-from stepwell.state.flatten import Leaf
+from stepwell.state.flatten import Leaf, dtype_from
 from stepwell.state.roles import Role
 
 Signature = tuple[tuple[str, str, tuple[int, ...], str, bool], ...]
@@ -45,6 +46,19 @@ class Plan:
     def frozen_bytes(self) -> int:
         """Size of the frozen file."""
         return 0 if self.frozen is None else self.frozen.nbytes
+
+    def views(self, arena: Arena, slot: int) -> dict[str, torch.Tensor]:
+        """Tensors over the bytes of a slot (and of the frozen image), one per leaf."""
+        found = {}
+        for entry in self.entries:
+            place, dtype = self.places[entry.name], dtype_from(entry.dtype)
+            start = arena.shape.start(FROZEN if place.is_frozen else slot) + place.start
+            if place.nbytes:
+                flat = torch.frombuffer(arena.memory, dtype=torch.uint8, count=place.nbytes, offset=start)
+                found[entry.name] = flat.view(dtype).view(entry.shape)
+            else:
+                found[entry.name] = torch.empty(entry.shape, dtype=dtype)
+        return found
 
     def message(self) -> dict[str, Any]:
         """What the agent has to know."""

@@ -54,20 +54,20 @@ class SlotPool:
         self.arena: Arena | None = None
         self.slots: list[Slot] = []
         self.frozen_sequence = 0
-        self.frozen_plan = 0
+        self.frozen_header = b""
         self.is_streaming = False
         self.reason = ""
 
     def fits(self, plan: Plan) -> bool:
         """Whether the present arena can hold snapshots of this plan.
 
-        The frozen image of one plan is never overwritten by another's: the agent may still be writing it.
+        A frozen image is never overwritten by another one: the agent may still be writing it.
         """
         if self.is_streaming:
             return self.arena is not None and not plan.frozen_bytes
         return (
             self.arena is not None
-            and (not plan.frozen_bytes or self.frozen_plan in (0, plan.number))
+            and (plan.frozen is None or self.frozen_header in (b"", plan.frozen.header))
             and plan.live.nbytes <= self.arena.shape.slot_bytes
             and plan.frozen_bytes <= self.arena.shape.frozen_bytes
         )
@@ -78,6 +78,19 @@ class SlotPool:
         self._is_preparing = True
 
         def work() -> None:
+            arena = None
+            try:
+                arena = make()
+            except Exception as error:  # told, and tried again at the next trigger; nobody may wait for ever
+                events.logger.error("no arena for snapshots: %s: %s", type(error).__name__, error)
+            with self._changed:
+                self.arena = arena
+                self.slots = [Slot(i) for i in range(arena.shape.slots)] if arena is not None else []
+                self.frozen_sequence, self.frozen_header = 0, b""
+                self._is_preparing = False
+                self._changed.notify_all()
+
+        def make() -> Arena | None:
             started = time.monotonic()
             if old is not None:
                 self._drop(old)
@@ -97,12 +110,7 @@ class SlotPool:
                         reason=self.reason,
                     )
                 )
-            with self._changed:
-                self.arena = arena
-                self.slots = [Slot(i) for i in range(arena.shape.slots)] if arena is not None else []
-                self.frozen_sequence = self.frozen_plan = 0
-                self._is_preparing = False
-                self._changed.notify_all()
+            return arena
 
         self._thread = threading.Thread(target=work, daemon=True, name="stepwell-arena")
         self._thread.start()
@@ -165,6 +173,14 @@ class SlotPool:
                 if slot.sequence == sequence:
                     slot.sequence = 0
                     self._changed.notify_all()
+
+    def abandon(self, sequence: int) -> None:
+        """A snapshot could not even be started: void for the agent, free for the next one."""
+        for slot in self.slots:
+            if slot.sequence == sequence and self.arena is not None:
+                self.arena.set_verdict(slot.index, sequence, is_good=False)
+        self.forget(sequence)
+        self.release(sequence)
 
     def release_all(self) -> None:
         """There is no agent any more: nobody waits for a slot."""

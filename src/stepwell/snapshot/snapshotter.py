@@ -21,13 +21,13 @@ from stepwell.errors import PersistError
 from stepwell.faults import crash_point
 from stepwell.format import dtypes
 from stepwell.snapshot.device import CudaPages, DeviceCopier, DeviceCopy, Strategy, spare_bytes
-from stepwell.snapshot.guard import Fingerprints, Guard, content_digest
+from stepwell.snapshot.guard import Fingerprints, Guard, content_digest, facts
 from stepwell.snapshot.host import Copier, HostCopy
 from stepwell.snapshot.inflight import Inflight
 from stepwell.snapshot.plan import Plan, make_plan, signature
 from stepwell.snapshot.pool import Slot, SlotPool
 from stepwell.snapshot.stream import Answers, stream_image
-from stepwell.state.flatten import Flat, Leaf, dtype_from
+from stepwell.state.flatten import Flat, Leaf
 from stepwell.state.roles import Role, assign_roles
 from stepwell.state.tracked import Tracked
 
@@ -59,6 +59,8 @@ class Snapshotter:
         self._device = DeviceCopier()
         self._fingerprints = Fingerprints()
         self._not_frozen: set[str] = set()
+        self._frozen_facts: dict[str, tuple[int, int]] = {}
+        self._wants_room = False
         self._plan: Plan | None = None
         self._sent_plan = -1
         self._numbers = 0
@@ -101,6 +103,8 @@ class Snapshotter:
     def prepare(self, flat: Flat) -> tuple[Plan, list[Role]]:
         """Make sure plan and arena fit this state; a new arena is made ready in the background."""
         roles = self._roles(flat)
+        if self._notice_moved(flat, roles):
+            roles = self._roles(flat)
         if self._plan is None:
             frozen = self._frozen_leaves(flat, roles)
             self._not_frozen.update(self._fingerprints.settle(self._fingerprints.take(frozen)))
@@ -112,6 +116,16 @@ class Snapshotter:
             self.drain()  # a copy into the old arena must be over before its memory goes
             self.pool.prepare(self._plan, self._number(), self._hand_over)
         return self._plan, roles
+
+    def _notice_moved(self, flat: Flat, roles: Sequence[Role]) -> bool:
+        """A frozen leaf whose version or address is not that of its copy is frozen no more."""
+        moved = {
+            name
+            for name, tensor in self._frozen_leaves(flat, roles)
+            if name in self._frozen_facts and self._frozen_facts[name] != facts(tensor)
+        }
+        self._not_frozen |= moved
+        return bool(moved)
 
     def _hand_over(self, arena: Arena) -> None:
         """Called by the preparation thread: the agent gets the arena before any snapshot in it."""
@@ -126,17 +140,7 @@ class Snapshotter:
         """Tensors over the slot's bytes, one per leaf, made once per slot and plan."""
         key = (arena.shape.generation, slot.index)
         if key not in self._targets or slot.plan != plan.number:
-            views = {}
-            for entry in plan.entries:
-                place = plan.places[entry.name]
-                start = arena.shape.start(FROZEN if place.is_frozen else slot.index) + place.start
-                dtype = dtype_from(entry.dtype)
-                if place.nbytes:
-                    count = place.nbytes // dtypes.itemsize(entry.dtype)
-                    flat = torch.frombuffer(arena.memory, dtype=torch.uint8, count=place.nbytes, offset=start)
-                    views[entry.name] = flat.view(dtype).view(entry.shape) if count else flat
-                else:
-                    views[entry.name] = torch.empty(entry.shape, dtype=dtype)
+            views = plan.views(arena, slot.index)
             self._targets[key] = views
             arena.image(slot.index, len(plan.live.header))[:] = plan.live.header
             slot.plan = plan.number
@@ -151,7 +155,11 @@ class Snapshotter:
         """
         crash_point("trigger.begin")
         started = time.monotonic()
-        self.gate()  # one copy at a time
+        if self._inflight is not None and not self._inflight.done.is_set():
+            if not block:
+                return "the snapshot before is still being copied"
+            self._inflight.done.wait()
+        self.gate()
         plan, roles = self.prepare(flat)
         while self.pool.is_preparing or not self.pool.fits(plan):
             if not block:
@@ -167,11 +175,18 @@ class Snapshotter:
         sequence = self._number()
         slot = self.pool.claim(sequence, block=False)
         if slot is None:
-            self._client.send({"type": "make_room"})  # with one slot, one that failed is in the way of a newer one
+            if not self._wants_room:
+                self._wants_room = True
+                self._client.send({"type": "make_room"})  # one that failed may be in the way of a newer one
             slot = self.pool.claim(sequence, block=True) if block else None
         if slot is None:
             return "both slots are still being written: storage does not keep up"
-        inflight = self._start(flat, plan, roles, meta, sequence, slot)
+        self._wants_room = False
+        try:
+            inflight = self._start(flat, plan, roles, meta, sequence, slot)
+        except BaseException:
+            self.pool.abandon(sequence)  # or two such errors would leave no slot for ever
+            raise
         inflight.trigger_seconds = inflight.stall_seconds = time.monotonic() - started
         self._inflight = inflight
         self._copier.submit(lambda: inflight.complete(self._settle))
@@ -192,7 +207,8 @@ class Snapshotter:
             assert plan.frozen is not None
             arena.claim(FROZEN)
             arena.image(FROZEN, len(plan.frozen.header))[:] = plan.frozen.header
-            self.pool.frozen_sequence, self.pool.frozen_plan = self._number(), plan.number
+            self.pool.frozen_sequence, self.pool.frozen_header = self._number(), plan.frozen.header
+            self._frozen_facts = {name: facts(tensor) for name, tensor in self._frozen_leaves(flat, roles)}
         inflight = Inflight(
             step=meta["step"],
             sequence=sequence,

@@ -41,23 +41,29 @@ class Uploads:
     def __init__(self) -> None:
         self._futures: dict[int, Future[str]] = {}
         self._lock = threading.Lock()
+        self._over: PersistError | None = None
 
     def open(self, sequence: int) -> Future[str]:
         """The future of a snapshot; the same one however often it is asked for."""
         with self._lock:
-            return self._futures.setdefault(sequence, Future())
+            future = self._futures.setdefault(sequence, Future())
+            if self._over is not None and not future.done():
+                future.set_exception(self._over)
+            return future
 
     def succeed(self, sequence: int, directory: str) -> None:
         """It is committed."""
         future = self.open(sequence)
-        if not future.done():
-            future.set_result(directory)
+        with self._lock:
+            if not future.done():
+                future.set_result(directory)
 
     def fail(self, sequence: int, error: PersistError) -> None:
         """It will not be committed."""
         future = self.open(sequence)
-        if not future.done():
-            future.set_exception(error)
+        with self._lock:
+            if not future.done():
+                future.set_exception(error)
 
     def forget(self, sequence: int) -> None:
         """The agent has let go of it. One that was never committed is a failure."""
@@ -68,12 +74,13 @@ class Uploads:
                 del self._futures[number]
 
     def fail_all(self, error: PersistError) -> None:
-        """Nothing will be committed any more."""
+        """Nothing will be committed any more, what is still to come included."""
+        self._over = error
         for sequence in list(self._futures):
-            self.fail(sequence, error)
+            self.open(sequence)
 
     def wait(self, timeout: float | None) -> None:
-        """Block until all are decided. Raises PersistError for one that failed."""
+        """Block until all that are under way are decided. Raises PersistError if one of them fails."""
         for future in self.pending():
             _result(future, timeout)
 

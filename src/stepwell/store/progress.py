@@ -1,4 +1,4 @@
-"""How far the trainer got, and who it is: 64 bytes in a mapped file, so that a step costs no system call.
+"""How far the trainer got, and who it is: 64 bytes, written by a thread of its own.
 
 Owns:    the file `progress`. It outlives SIGKILL (the page cache keeps it), not a power loss, and nothing depends on
          it but reports: "12 steps redone", which processes are alive, which pid to kill in `stepwell prove`.
@@ -6,10 +6,11 @@ Owns:    the file `progress`. It outlives SIGKILL (the page cache keeps it), not
 
 from __future__ import annotations
 
-import mmap
+import contextlib
 import os
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,41 +55,51 @@ class Progress:
 
 
 class ProgressFile:
-    """The writer's side. Constructing only assigns; `open` maps the file and may raise OSError."""
+    """The writer's side. Constructing only assigns; `open` may raise OSError.
 
-    def __init__(self, path: Path) -> None:
+    `later` runs a call on a thread of its own: a file system that hangs must not hold the training thread.
+    """
+
+    def __init__(self, path: Path, later: Callable[[Callable[[], None]], None]) -> None:
         self._path = path
-        self._map: mmap.mmap | None = None
+        self._later = later
+        self._fd = -1
         self._fixed: tuple[int, int, int, float, bytes] = (0, 0, 0, 0.0, bytes(16))
         self._namespace = 0
+        self._latest = b""
+        self._is_queued = False
 
     def open(self, *, lineage: int, agent_pid: int) -> None:
-        """Map the file and take it over."""
+        """Take the file over."""
         file_operation("open", self._path)
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            os.posix_fallocate(fd, 0, _NBYTES)  # a full disk shows here, not as a bus error in a store to the map
-            self._map = mmap.mmap(fd, _NBYTES)
-        finally:
-            os.close(fd)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         self._fixed = (lineage, os.getpid(), agent_pid, time.time(), boot_id())
         self._namespace = pid_namespace()
 
     def update(self, step: int, agent_pid: int | None = None) -> None:
-        """Note that `step` is finished."""
-        if self._map is None:
+        """Note that `step` is finished. Never waits: only the newest note is written."""
+        if self._fd < 0:
             return
         lineage, pid, agent, started, boot = self._fixed
         if agent_pid is not None:
             agent = agent_pid
             self._fixed = (lineage, pid, agent, started, boot)
-        _FORMAT.pack_into(self._map, 0, _MAGIC, lineage, self._namespace, step, pid, agent, started, boot)
+        self._latest = _FORMAT.pack(_MAGIC, lineage, self._namespace, step, pid, agent, started, boot)
+        if not self._is_queued:
+            self._is_queued = True
+            self._later(self._write)
+
+    def _write(self) -> None:
+        self._is_queued = False
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # reports are poorer without it, nothing else
+                os.pwrite(self._fd, self._latest, 0)
 
     def close(self) -> None:
-        """Unmap. The file stays."""
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+        """Close the file, which stays. Comes after the thread has ended."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def read_progress(path: Path) -> Progress | None:

@@ -67,9 +67,9 @@ def remove_directory(entry: Entry) -> None:
 def left_over(entries: Sequence[Entry], lineage: int) -> list[Entry]:
     """Directories that never become a checkpoint. `lineage` is the newest one, and asks.
 
-    Snapshots are committed in order: what is older than a committed one of ours was given up, or its process died.
+    Snapshots are committed in order: what is older than a committed one was given up, or its process died.
     """
-    newest = max((e.id for e in entries if e.is_good and e.id.lineage == lineage), default=None)
+    newest = max((e.id for e in entries if e.is_live and e.is_good), default=None)
     return [
         entry
         for entry in entries
@@ -79,11 +79,12 @@ def left_over(entries: Sequence[Entry], lineage: int) -> list[Entry]:
     ]
 
 
-def remove_strays(paths: RunPaths, lineage: int) -> None:
+def remove_strays(paths: RunPaths, entries: Sequence[Entry], lineage: int) -> None:
     """Remove temporary files beside names that are taken: whoever wrote them died, or lost and does not need them."""
-    for directory in (paths.root, paths.lineages):
+    committed = [e.path for e in entries if e.is_committed and e.id.lineage <= lineage and e.path.is_dir()]
+    for directory in (paths.root, paths.lineages, *committed):
         for name in os.listdir(directory):
             final = name.partition(".json.")[0]
-            is_taken = name.startswith("run.json.") or (final.isdecimal() and int(final) <= lineage)
+            is_taken = final in ("run", "manifest") or (final.isdecimal() and int(final) <= lineage)
             if is_taken and name.endswith(files.TEMPORARY):
                 files.remove(directory / name)

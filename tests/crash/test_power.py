@@ -240,7 +240,5 @@ def test_training_goes_on_after_a_cut(disk: PowerDisk, make_run: MakeRun, refere
         after.finish()
         assert after.ending().difference(reference, is_log_whole=False) is None, f"STEPWELL_SOAK_SEED={drawn}"
         after.check_nothing_left()
-    report(
-        f"power cut, 20 trainings cut at a random operation, {resumed} resumed, all identical; STEPWELL_SOAK_SEED={drawn}"
-    )
+    report(f"power cut, 20 trainings: {resumed} resumed, all identical; STEPWELL_SOAK_SEED={drawn}")
     assert resumed >= 5

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from stepwell import events, journal
-from stepwell.agent.process import PROTOCOL
+from stepwell.agent.offer import PROTOCOL
 from stepwell.arena.channel import Channel, Message, connect, find_agents, is_stopped
 from stepwell.errors import AgentError
 

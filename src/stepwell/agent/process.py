@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stepwell import events, faults, journal
-from stepwell.agent.offer import make_offer
+from stepwell.agent.offer import make_offer, why_refused
 from stepwell.agent.persist import Persister
 from stepwell.agent.queue import Layout, Pending, PendingQueue
 from stepwell.agent.stream import StreamedSave
@@ -33,7 +33,6 @@ from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
 from stepwell.types import CheckpointId, Keep, Owner
 
-PROTOCOL: Final = 1
 _POLL_SECONDS: Final = 0.004
 _BEAT_SECONDS: Final = 15.0
 _RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
@@ -353,7 +352,7 @@ class Agent:
             if received is None or received[0].get("type") != "adopt":
                 channel.close()
                 return
-            refusal = self._refusal(received[0])
+            refusal = why_refused(received[0], trainer=self._trainer_pid, is_closing=self._closing)
             if refusal is not None:
                 channel.send({"type": "refused", "reason": refusal, "trainer": self._trainer_pid})
                 channel.close()
@@ -361,13 +360,6 @@ class Agent:
             self._offer(channel, received[0]["pid"])
         except OSError:
             channel.close()
-
-    def _refusal(self, message: Message) -> str | None:
-        if message.get("protocol") != PROTOCOL:
-            return "another version of stepwell"
-        if self._trainer_pid:
-            return f"its trainer, process {self._trainer_pid}, is alive"
-        return "closing" if self._closing else None
 
     def _offer(self, channel: Channel, pid: int) -> None:
         """Hand the arena over; the successor becomes our trainer when it says hello on this connection."""

@@ -117,8 +117,8 @@ def test_a_disk_that_cannot_be_read_is_damage_with_a_name(tmp_path: Path) -> Non
     path.write_bytes(bytes(100))
     source = FileSource(path)
     memory = os.open("/proc/self/mem", os.O_RDONLY)
-    os.dup2(memory, source._fd)
+    os.dup2(memory, source._open[0])
     os.close(memory)
-    source._direct = False
+    source._open = (source._open[0], False)
     with pytest.raises(DamagedError, match="x: cannot be read: Input/output error"):
         read(source, stored(bytes(100)), [], check_all=True)

@@ -153,7 +153,7 @@ def test_frozen_leaves_are_stored_by_reference(build: RunBuilder, tmp_path: Path
 def test_progress_is_read_while_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "progress"
     assert read_progress(path) is None
-    progress = ProgressFile(path)
+    progress = ProgressFile(path, lambda call: call())
     progress.update(5)  # not open: nothing happens
     progress.open(lineage=3, agent_pid=77)
     for step in (0, 1, 10**12):

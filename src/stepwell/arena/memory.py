@@ -32,7 +32,7 @@ FROZEN: Final = MAX_SLOTS
 _STRIDE: Final = 64
 _VOID: Final = 1 << 63
 _WORD: Final = struct.Struct("<Q")
-_SEQUENCE, _VERDICT, _SUSPECTS, _FIRST = 0, 8, 16, 24
+_SEQUENCE, _VERDICT, _SUSPECTS, _FIRST, _FILLING, _FILLED = 0, 8, 16, 24, 32, 40
 _MADV_POPULATE_WRITE: Final = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -121,8 +121,17 @@ class Arena:
 
     def claim(self, index: int) -> None:
         """Forget what a slot held, before its bytes are overwritten."""
-        for word in (_SEQUENCE, _VERDICT, _SUSPECTS, _FIRST):
+        for word in (_FILLING, _FILLED, _SEQUENCE, _VERDICT, _SUSPECTS, _FIRST):
             self._put(index, word, 0)
+
+    def set_filled(self, index: int, sequence: int, nbytes: int) -> None:
+        """The first `nbytes` of the image are final, should the snapshot count: they may be written already."""
+        self._put(index, _FILLED, nbytes)
+        self._put(index, _FILLING, sequence)
+
+    def filled(self, index: int, sequence: int) -> int:
+        """How much of a snapshot's image is final so far."""
+        return self._get(index, _FILLED) if self._get(index, _FILLING) == sequence else 0
 
     def set_suspects(self, index: int, leaves: int, first: int) -> None:
         """Note non-finite leaves. Must come before `set_sequence`."""

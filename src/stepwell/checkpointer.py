@@ -25,12 +25,12 @@ from stepwell.data.steps import StepCounter
 from stepwell.errors import AgentError, ConfigError, PersistError, StateError
 from stepwell.options import Files, check_files, check_options, named_objects, run_directory, seconds_from
 from stepwell.own import OwnState
-from stepwell.policy.every import Every, Moment, Policy
+from stepwell.policy.every import Cadences, Every, Never, Policy
 from stepwell.reopen import Reopened, load_only, reopen
 from stepwell.snapshot.inflight import Inflight
 from stepwell.snapshot.snapshotter import Snapshotter
 from stepwell.snapshot.uploads import SaveHandle, Uploads
-from stepwell.state.flatten import flatten
+from stepwell.state.capture import Capture
 from stepwell.state.tracked import track as track_objects
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import ProgressFile
@@ -45,6 +45,7 @@ class Checkpointer:
         where: str | os.PathLike[str],
         *,
         policy: Policy | None = None,
+        memory: Policy | None = None,
         keep: int | Keep = 2,
         data: Any = None,
         seed: int | None = None,
@@ -54,15 +55,23 @@ class Checkpointer:
         track: dict[str, Any] | None = None,
         **tracked: Any,
     ) -> None:
-        check_options(
-            policy=policy, keep=keep, data=data, seed=seed, host_memory=host_memory, snapshot=snapshot, track=track
-        )
+        """Only the directory and the objects (`**tracked`, or `track={}`) have no default.
+
+        policy, keep:  when to write a checkpoint (every 60 s), and how many stay
+        memory:        when to copy the state into memory only, in between: `Every(steps=1)` is cheap on a GPU. If this
+                       process crashes, the newest copy is restored from there, and written to disk
+        data, seed:    the loader behind `ckpt.data`, and the seed of its order
+        host_memory:   bytes for copies in memory; too few for one of them means blocking saves
+        snapshot:      auto, device, overlap or blocking; verify_snapshots hashes every leaf before and after
+        """
+        options = {"keep": keep, "data": data, "seed": seed, "host_memory": host_memory, "snapshot": snapshot}
+        check_options(policy=policy, memory=memory, track=track, **options)
         self._paths = RunPaths(run_directory(where))
-        self._policy: Policy = Every(seconds=60) if policy is None else policy
+        self._due = Cadences(policy or Every(seconds=60), memory or Never())
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
-        self._seed = seed
-        self._loader = data
+        self._seed, self._loader = seed, data
         self._tracked = track_objects(named_objects(track, tracked))
+        self._capture = Capture(self._tracked)
         self._log = journal.EventLog(self._paths.events, who="trainer", background=True)
         self._client = AgentClient(self._log, self._on_agent)
         self._snapshotter = Snapshotter(
@@ -70,6 +79,7 @@ class Checkpointer:
             strategy=snapshot,
             verify=verify_snapshots or os.environ.get("STEPWELL_VERIFY") == "1",
             host_memory=host_memory,
+            slots=2 if memory is None else 3,
             log=self._log,
             client=self._client,
             on_settled=self._on_settled,
@@ -84,10 +94,9 @@ class Checkpointer:
         self._reopened: Reopened | None = None
         self._is_closed = self._is_fenced = self._is_lost = False
         self._may_abandon = self._said_ahead = self._is_due_again = False
-        self._saved_step = self._epochs_since = 0
-        self._saved_at = time.monotonic()
         self._repeats: dict[int, int] = {}
         self._committed_step: int | None = None
+        self._memory_step: int | None = None
         self._hooks = [
             item.optimizer.register_step_pre_hook(self._before_optimizer_step)
             for item in self._tracked
@@ -157,13 +166,10 @@ class Checkpointer:
         """Get memory ready early: after a restore at once, else after the first step (optimizers fill up there)."""
         if reopened.own is None:
             return
-        self._committed_step = self._saved_step = self._steps.step
-        flat = flatten(self._state())
-        self._snapshotter.trust_frozen(flat, reopened.frozen)
+        self._committed_step = self._steps.step
+        self._due.restart(self._steps.step, durable=True)
+        self._snapshotter.trust_frozen(flat := self._capture.flatten(self._own.capture()), reopened.frozen)
         self._snapshotter.prepare(flat)
-
-    def _state(self) -> dict[str, Any]:
-        return {**{item.name: item.state() for item in self._tracked}, "stepwell": self._own.capture()}
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -178,7 +184,7 @@ class Checkpointer:
         for epoch in range(self.data.epoch, count):
             if epoch != self.data.epoch:
                 self._own.go_to(epoch)
-                self._epochs_since += 1
+                self._due.count_epoch()
             yield epoch
         self._count_step()
         self._own.go_to(count)
@@ -205,20 +211,16 @@ class Checkpointer:
         self._end_iteration()
 
     def _end_iteration(self) -> None:
-        """Count the step, if it was one, and ask the policy."""
+        """Count the step, if it was one, and ask the policies."""
         if not self._count_step():
             return
-        moment = Moment(
-            step=self._steps.step,
-            steps_since=self._steps.step - self._saved_step,
-            seconds_since=time.monotonic() - self._saved_at,
-            epochs_since=self._epochs_since,
-            is_epoch_end=self.data.is_at_end,
-        )
-        if self._is_due_again or self._policy.is_due(moment):
+        step, is_end = self._steps.step, self.data.is_at_end
+        if self._is_due_again or self._due.disk.is_due(step, is_epoch_end=is_end):
             self._save(block=False)
+        elif self._due.memory.is_due(step, is_epoch_end=is_end):
+            self._save(block=False, durable=False)
         elif self._snapshotter.is_unprepared:
-            self._snapshotter.prepare(flatten(self._state()))
+            self._snapshotter.prepare(self._capture.flatten(self._own.capture()))
 
     def _count_step(self) -> bool:
         self._log.flush(until=self._steps.step)  # a step late: a tensor of this one would make the host wait
@@ -232,7 +234,7 @@ class Checkpointer:
         """The gate: runs before every step of a tracked optimizer."""
         if not self._steps.has_stepped:
             with contextlib.suppress(StateError):  # said again, with its path, by the first save
-                self._snapshotter.observe(flatten({item.name: item.state() for item in self._tracked}))
+                self._snapshotter.observe(self._capture.flatten())
         self._snapshotter.gate()
         self._steps.on_optimizer_step()
 
@@ -271,47 +273,45 @@ class Checkpointer:
     def _save_surely(self) -> SaveHandle:
         """The last save of a run: one that turns out void is taken again, blocking."""
         handle = self._save(block=True)
-        assert handle is not None
-        if handle.staging_completion.exception() is not None:
+        if handle is None or handle.staging_completion.exception() is not None:
             handle = self._save(block=True)
         assert handle is not None
         return handle
 
-    def _save(self, *, block: bool, name: str | None = None, files: dict[str, str] | None = None) -> SaveHandle | None:
+    def _save(
+        self, *, block: bool, durable: bool = True, name: str | None = None, files: dict[str, str] | None = None
+    ) -> SaveHandle | None:
         """state -> snapshot -> arena -> agent. None: put off (an event says why); asked again after the next step."""
         step, repeat = self._steps.step, self._repeats.get(self._steps.step, -1) + 1
-        if self._is_lost and block:
-            raise AgentError("the agent died again and again; see the log above for its error")
         if self._is_lost:
+            if block:
+                raise AgentError("the agent died again and again; see the log above for its error")
             return None
         try:
-            flat = flatten(self._state())
-            meta = {
-                "step": step,
-                "repeat": repeat,
-                "created": time.time(),
-                "tree": flat.tree,
-                "epoch_end": self.data.is_at_end or self._own.is_finished,
-                "finished": self._own.is_finished,
-                "name": name,
-                "files": files or {},
-            }
+            flat = self._capture.flatten(self._own.capture())
+            meta = {"step": step, "repeat": repeat, "durable": durable, "created": time.time(), "tree": flat.tree}
+            is_end = self.data.is_at_end or self._own.is_finished
+            meta |= {"epoch_end": is_end, "finished": self._own.is_finished, "name": name, "files": files or {}}
             taken = self._snapshotter.take(flat, meta, block=block)
         except Exception as error:
             if block:
                 raise
             taken = f"{type(error).__name__}: {error}"  # a failed checkpoint never stops training
-            self._saved_at, self._saved_step = time.monotonic(), step  # and the same at every step helps nobody
+            self._due.restart(step, durable=durable)  # and the same at every step helps nobody
         if isinstance(taken, str):
             self._log.emit(events.SnapshotSkipped(step=step, reason=taken))
             return None
-        self._saved_at, self._saved_step, self._epochs_since = time.monotonic(), step, 0
+        self._due.restart(step, durable=durable)
+        if not durable:
+            return None
         self._is_due_again, self._repeats = False, {step: repeat}
         return SaveHandle(step, taken.staged, self._uploads.open(taken.sequence))
 
     def _on_settled(self, inflight: Inflight) -> None:
         """Copier thread: a snapshot is complete, or void."""
-        if inflight.void is not None:
+        if inflight.void is None:
+            self._memory_step = inflight.step
+        elif inflight.is_durable:
             reason = f"snapshot of step {inflight.step} is void: {inflight.void.leaf} ({inflight.void.seen_by})"
             self._uploads.fail(inflight.sequence, PersistError(reason, step=inflight.step))
             self._is_due_again = True  # at the next step, blocking
@@ -349,6 +349,7 @@ class Checkpointer:
             step=self._steps.step,
             epoch=self.data.epoch,
             committed_step=self._committed_step,
+            memory_step=self._memory_step,
             pending=len(self._uploads.pending()),
             agent_pid=self._client.pid,
             lineage=self._log.lineage,
@@ -365,7 +366,7 @@ class Checkpointer:
         try:
             if save and not self._is_lost:
                 self._count_step()
-                if self._saved_step != self._steps.step or self._is_due_again:
+                if self._due.disk.step != self._steps.step or self._is_due_again:
                     self._save_surely()
         finally:
             self._is_closed = True

@@ -48,9 +48,11 @@ def check_options(**options: Any) -> None:
                 f"to track an object under that name use track={{{name!r}: ...}}",
                 name=name,
             )
-    policy, snapshot, host_memory = options["policy"], options["snapshot"], options["host_memory"]
-    if policy is not None and not callable(getattr(policy, "is_due", None)):
-        raise ConfigError(f"policy= is a {type(policy).__qualname__}; give Every(...) or Never()", name="policy")
+    snapshot, host_memory = options["snapshot"], options["host_memory"]
+    for name in ("policy", "memory"):
+        policy = options[name]
+        if policy is not None and not callable(getattr(policy, "is_due", None)):
+            raise ConfigError(f"{name}= is a {type(policy).__qualname__}; give Every(...) or Never()", name=name)
     if snapshot not in STRATEGIES:
         raise ConfigError(f"snapshot={snapshot!r}: give one of {', '.join(STRATEGIES)}", name="snapshot")
     if host_memory is not None and (not isinstance(host_memory, int) or host_memory <= 0):

@@ -61,11 +61,12 @@ class Owner:
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands."""
+    """Where a run stands. `memory_step`: the newest that is complete in memory, and outlives this process there."""
 
     step: int
     epoch: int
     committed_step: int | None
+    memory_step: int | None
     pending: int
     agent_pid: int
     lineage: int

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepwell.snapshot import device, snapshotter
+from stepwell.snapshot import arrange, device
 from stepwell.snapshot.guard import Guard
 from stepwell.snapshot.snapshotter import Snapshotter
 from stepwell.state.roles import Role, assign_roles
@@ -25,13 +25,14 @@ SLOW_CYCLES = 40_000_000  # about 20 ms of the side stream before anything is co
 
 @pytest.fixture
 def slow_copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    check = device.DeviceCopier._check_finite
+    issue = device.DeviceJob.issue
 
-    def sleeping(self: Any, *arguments: Any) -> None:
-        torch.cuda._sleep(SLOW_CYCLES)
-        check(self, *arguments)
+    def sleeping(self: device.DeviceJob) -> None:
+        with torch.cuda.stream(self.streams[0]):
+            torch.cuda._sleep(SLOW_CYCLES)
+        issue(self)
 
-    monkeypatch.setattr(device.DeviceCopier, "_check_finite", sleeping)
+    monkeypatch.setattr(device.DeviceJob, "issue", sleeping)
     yield
 
 
@@ -65,7 +66,7 @@ def test_control_without_the_clone(name: str, run_dir: Path, slow_copy: None, mo
     def all_late(*arguments: Any) -> list[Role]:
         return [Role("managed", role.meaning, role.live) for role in assign_roles(*arguments)]
 
-    monkeypatch.setattr(snapshotter, "assign_roles", all_late)
+    monkeypatch.setattr(arrange, "assign_roles", all_late)
     case = CUDA_CASES[name]("cuda")
     case.options["snapshot"] = "overlap"
     assert run(case, run_dir, steps=4).wrong()

@@ -215,7 +215,7 @@ def test_an_unexpected_error_in_an_automatic_save_does_not_stop_training(
     small = Small(run_dir, {"policy": Every(steps=1)})
     small.ckpt.restore()
     small.ckpt.save().wait()
-    real = small.ckpt._snapshotter._issue
+    real = small.ckpt._snapshotter._begin_copies
     failures = iter([RuntimeError("no"), RuntimeError("no"), RuntimeError("no")])
 
     def failing(*arguments: object) -> None:
@@ -223,7 +223,7 @@ def test_an_unexpected_error_in_an_automatic_save_does_not_stop_training(
             raise failure
         real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(small.ckpt._snapshotter, "_issue", failing)
+    monkeypatch.setattr(small.ckpt._snapshotter, "_begin_copies", failing)
     for batch in small.ckpt.data:
         small.update(batch)
         small.ckpt.wait(30)

@@ -9,7 +9,7 @@ import pytest
 
 import stepwell
 from stepwell import faults
-from stepwell.snapshot import host, snapshotter
+from stepwell.snapshot import arrange, host, program
 from stepwell.snapshot.guard import Guard
 from stepwell.snapshot.snapshotter import Snapshotter
 from stepwell.state.roles import Role, assign_roles
@@ -67,8 +67,8 @@ def test_control_without_the_clone(name: str, run_dir: Path, monkeypatch: pytest
         roles = assign_roles(*arguments)  # type: ignore[arg-type]
         return [Role("managed", role.meaning, role.live) for role in roles]
 
-    monkeypatch.setattr(snapshotter, "assign_roles", all_late)
-    monkeypatch.setattr(snapshotter, "_TINY_BYTES", -1)
+    monkeypatch.setattr(arrange, "assign_roles", all_late)
+    monkeypatch.setattr(program, "TINY_BYTES", -1)
     assert run(CASES[name]("cpu"), run_dir, steps=4).wrong()
 
 

@@ -17,7 +17,6 @@ from safetensors import safe_open
 import stepwell
 from stepwell import Every, Keep
 from stepwell.journal import read_events
-from stepwell.state.flatten import flatten
 from stepwell.store.catalog import read_record, scan
 from stepwell.store.paths import RunPaths
 
@@ -103,4 +102,4 @@ def read_all(where: Path) -> dict[int, dict[str, torch.Tensor]]:
 
 def state_bytes(ckpt: stepwell.Checkpointer) -> dict[str, torch.Tensor]:
     """The state as it is now, cloned."""
-    return {leaf.name: leaf.tensor.clone() for leaf in flatten(ckpt._state()).leaves}
+    return {leaf.name: leaf.tensor.clone() for leaf in ckpt._capture.flatten(ckpt._own.capture()).leaves}

@@ -148,8 +148,12 @@ class AgentClient:
             del self._layouts[number]
 
     def begin(self, message: Message) -> None:
-        """Announce a snapshot whose bytes are about to arrive in the arena."""
+        """Announce a snapshot whose bytes are about to arrive in the arena, in the place of what its slot held."""
+        place = message["generation"], message["slot"]
         with self._lock:
+            gone = [number for number, begun in self._begun.items() if (begun["generation"], begun["slot"]) == place]
+            for number in gone:
+                del self._begun[number]
             self._begun[message["sequence"]] = message
             self._send(message)
 

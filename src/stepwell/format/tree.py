@@ -18,7 +18,7 @@ import math
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from stepwell.errors import DamagedError, StateError
@@ -65,9 +65,9 @@ def _encode(value: Any, path: Path, extern: Extern) -> Any:
     if kind in (dict, OrderedDict, Counter, defaultdict):
         return _encode_dict(value, path, extern)
     if kind is list:
-        return [_encode(item, (*path, str(i)), extern) for i, item in enumerate(value)]
+        return _encode_items(value, path, extern)
     if kind is tuple:
-        return {"$tuple": [_encode(item, (*path, str(i)), extern) for i, item in enumerate(value)]}
+        return {"$tuple": _encode_items(value, path, extern)}
     if kind is bytes or kind is bytearray:
         return {f"${kind.__name__}": base64.b64encode(value).decode()}
     if kind is complex:
@@ -94,6 +94,14 @@ def _encode(value: Any, path: Path, extern: Extern) -> Any:
         path=show(path),
         found=kind.__qualname__,
     )
+
+
+def _encode_items(value: Iterable[Any], path: Path, extern: Extern) -> list[Any]:
+    """Small integers come by the hundred (numbers of parameters, state of generators): they stand for themselves."""
+    return [
+        item if type(item) is int and -_JSON_INT <= item < _JSON_INT else _encode(item, (*path, str(i)), extern)
+        for i, item in enumerate(value)
+    ]
 
 
 def _encode_enum(value: enum.Enum, path: Path, extern: Extern) -> Any:

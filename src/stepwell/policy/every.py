@@ -1,10 +1,11 @@
 """Fixed frequencies.
 
-Owns:    `Every` and `Never`. The automatic policy will stand beside them.
+Owns:    `Every` and `Never`, and the cadences, which ask any policy. The automatic policy will stand beside them.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,3 +62,41 @@ class Never:
     def is_due(self, moment: Moment) -> bool:
         """Never."""
         return False
+
+
+class Cadence:
+    """A policy, and what passed since its last snapshot."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._at = time.monotonic()
+        self.epochs = 0
+        self.step = 0
+
+    def is_due(self, step: int, *, is_epoch_end: bool) -> bool:
+        """Asked after every step."""
+        seconds = time.monotonic() - self._at
+        return self._policy.is_due(Moment(step, step - self.step, seconds, self.epochs, is_epoch_end))
+
+    def restart(self, step: int) -> None:
+        """There is a snapshot of this step: count from here."""
+        self.step, self._at, self.epochs = step, time.monotonic(), 0
+
+
+class Cadences:
+    """The two of a run: checkpoints on disk, and between them snapshots that only stay in memory."""
+
+    def __init__(self, disk: Policy, memory: Policy) -> None:
+        self.disk = Cadence(disk)
+        self.memory = Cadence(memory)
+
+    def count_epoch(self) -> None:
+        """Another epoch began."""
+        self.disk.epochs += 1
+        self.memory.epochs += 1
+
+    def restart(self, step: int, *, durable: bool) -> None:
+        """There is a snapshot of this step."""
+        self.memory.restart(step)
+        if durable:
+            self.disk.restart(step)

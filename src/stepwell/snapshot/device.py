@@ -1,50 +1,199 @@
-"""Copies of CUDA leaves into the arena: on a side stream, from the live tensors or from clones on the device.
+"""Copies of CUDA leaves into the arena: on a side stream, from the live tensors or from copies on the device.
 
-Owns:    streams, events, clones, page-locking, and the measured wait at the gate.
+Owns:    streams, events, staging on the device, page-locking, and the measured wait at the gate.
 Holds:   everything is ordered by streams and events; the host never waits here, except in `finish` (copier thread).
-         Tensors that are being copied are held until the copy is done, so the allocator cannot reuse them.
+         The training thread only stages what may change before its copy is done; the copier thread issues the rest,
+         as a few launches. Tensors that are being copied are held until then, so the allocator cannot reuse them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from stepwell.arena.memory import Arena
+from stepwell.snapshot.graph import CopyBatch
+from stepwell.snapshot.program import Source
 
 Strategy = Literal["device", "overlap", "blocking"]
+_CHUNK_BYTES = 512 << 20
+"""What is copied between two marks: the agent may begin to write up to a mark."""
+_WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Bytes are copied as integers of their width: no type is special."""
 
 
 @dataclass(frozen=True)
-class DeviceCopy:
-    """One CUDA leaf and the host tensor (a view of the arena, same type and shape) it goes to."""
+class Run:
+    """Leaves that lie one after the other in the image: staged into one buffer, copied to the host in one piece."""
 
-    name: str
-    tensor: torch.Tensor
-    target: torch.Tensor
-    is_managed: bool
+    start: int
+    kind: torch.dtype
+    sources: list[torch.Tensor]
+    counts: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffer."""
+        return sum(self.counts) * self.kind.itemsize
+
+    def stage(self) -> torch.Tensor:
+        """A private copy on the device, on the current stream. Raises torch.OutOfMemoryError."""
+        buffer = torch.empty(sum(self.counts), dtype=self.kind, device=self.sources[0].device)
+        flat, views = [], []
+        for source, view in zip(self.sources, buffer.split(self.counts), strict=True):
+            if source.is_contiguous():
+                flat.append(source.view(-1).view(self.kind))
+                views.append(view)
+            else:
+                view.view(source.dtype).view(source.shape).copy_(source)
+        if flat:
+            torch._foreach_copy_(views, flat)
+        return buffer
+
+
+def _runs(sources: Sequence[Source]) -> list[Run]:
+    found: list[Run] = []
+    for source in sorted(sources, key=lambda source: source.start):
+        kind = _WIDE.get(source.tensor.element_size(), torch.int64)
+        if not found or found[-1].kind != kind or found[-1].start + found[-1].nbytes != source.start:
+            found.append(Run(source.start, kind, [], []))
+        found[-1].sources.append(source.tensor)
+        found[-1].counts.append(source.nbytes // kind.itemsize)
+    return found
+
+
+class DeviceProgram:
+    """Leaves of one device. Made once for leaves that stay: then the copies out of live tensors are made once, too."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._chunks = _chunks([source for source in sources if source.is_direct])
+        self._staged = _runs([source for source in sources if not source.is_direct])
+        self._all = _runs(sources)
+        self.checked = [
+            source
+            for source in sources
+            if source.is_checked and source.tensor.is_floating_point() and source.tensor.element_size() > 1
+        ]
+        self._batches: dict[tuple[int, int], list[tuple[int, CopyBatch]]] = {}
+
+    def runs(self, strategy: Strategy) -> list[Run]:
+        """What has to be staged at the trigger."""
+        return self._all if strategy == "device" else self._staged
+
+    def batches(self, image: torch.Tensor, key: tuple[int, int], strategy: Strategy) -> list[tuple[int, CopyBatch]]:
+        """Copies of live tensors into the slot that `key` names, each with its first byte in the image."""
+        if strategy == "device":
+            return []
+        if key not in self._batches:
+            self._batches[key] = [
+                (chunk[0].start, CopyBatch([_pair(image, source) for source in chunk])) for chunk in self._chunks
+            ]
+        return self._batches[key]
+
+    def starts(self, strategy: Strategy) -> list[int]:
+        """First byte of every piece that is copied late."""
+        direct = [] if strategy == "device" else [chunk[0].start for chunk in self._chunks]
+        return direct + [start for run in self.runs(strategy) for start in _cuts(run)]
+
+    def close(self) -> None:
+        """Let go of the prepared copies. None may be running."""
+        for _, batch in (pair for pairs in self._batches.values() for pair in pairs):
+            batch.close()
+        self._batches.clear()
+
+
+def _chunks(sources: Sequence[Source]) -> list[list[Source]]:
+    chunks: list[list[Source]] = []
+    filled = _CHUNK_BYTES
+    for source in sorted(sources, key=lambda source: source.start):
+        if filled >= _CHUNK_BYTES:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append(source)
+        filled += source.nbytes
+    return chunks
+
+
+def _pair(image: torch.Tensor, source: Source) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = source.tensor.view(-1).view(torch.uint8)
+    return image[source.start : source.start + source.nbytes], flat
 
 
 @dataclass
 class DeviceJob:
-    """Copies of one snapshot on one device."""
+    """Copies of one snapshot on one device. `image` is the slot (or the frozen image) as bytes."""
 
     device: torch.device
     strategy: Strategy
-    done: torch.cuda.Event
-    held: list[torch.Tensor]
-    norms: torch.Tensor | None = None
-    normed: list[str] = field(default_factory=list)
+    program: DeviceProgram
+    image: torch.Tensor
+    key: tuple[int, int]
+    is_live: bool
+    streams: tuple[torch.cuda.Stream, torch.cuda.Stream]
+    ready: torch.cuda.Event
+    staged: list[tuple[Run, torch.Tensor]]
+    done: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event(blocking=True))
+    issued: threading.Event = field(default_factory=threading.Event)
+    marks: list[tuple[int, torch.cuda.Event]] = field(default_factory=list)
+    held: list[torch.Tensor] = field(default_factory=list)
+    largest: torch.Tensor | None = None
     wait_from: torch.cuda.Event | None = None
     wait_to: torch.cuda.Event | None = None
 
-    def gate(self) -> None:
-        """Let the compute stream wait for the copy, on the device. The host goes on at once."""
-        if self.strategy != "overlap" or self.wait_to is not None:
+    def issue(self) -> None:
+        """Line everything up on the side streams. Called once, by the copier thread."""
+        side, check = self.streams
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(side):
+                side.wait_event(self.ready)
+                pieces: list[tuple[int, Callable[[], None]]] = [
+                    (start, lambda batch=batch: batch.launch(side))  # type: ignore[misc]
+                    for start, batch in self.program.batches(self.image, self.key, self.strategy)
+                ]
+                pieces += [
+                    (start, lambda run=run, buffer=buffer, start=start: self._drain(run, buffer, start))  # type: ignore[misc]
+                    for run, buffer in self.staged
+                    for start in _cuts(run)
+                ]
+                for start, copy in sorted(pieces, key=lambda piece: piece[0]):
+                    copy()
+                    mark = torch.cuda.Event(blocking=True)
+                    mark.record(side)
+                    self.marks.append((start, mark))
+                self._check(check)
+                side.wait_stream(check)
+                self.done.record(side)
+        finally:
+            self.issued.set()
+
+    def _drain(self, run: Run, buffer: torch.Tensor, start: int) -> None:
+        low = start - run.start
+        piece = buffer.view(torch.uint8)[low : low + _CHUNK_BYTES]
+        self.image[start : start + piece.numel()].copy_(piece, non_blocking=True)
+
+    def _check(self, stream: torch.cuda.Stream) -> None:
+        """The largest magnitude of each leaf in question: infinite or NaN if one of its values is."""
+        if not self.program.checked:
             return
+        with torch.cuda.stream(stream):
+            stream.wait_event(self.ready)
+            largest = list(torch._foreach_norm([source.tensor for source in self.program.checked], float("inf")))
+            if len({value.dtype for value in largest}) > 1:
+                largest = [value.float() for value in largest]
+            on_device = torch.stack(largest).float()
+            self.held += [*largest, on_device]
+            self.largest = torch.empty(len(largest), dtype=torch.float32, pin_memory=True)
+            self.largest.copy_(on_device, non_blocking=True)
+
+    def gate(self) -> None:
+        """Let the compute stream wait for the copy, on the device. The host waits at most for the copier's launches."""
+        if self.strategy == "device" or self.wait_to is not None:
+            return
+        self.issued.wait()
         stream = torch.cuda.current_stream(self.device)
         self.wait_from, self.wait_to = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.wait_from.record(stream)
@@ -52,71 +201,78 @@ class DeviceJob:
         self.wait_to.record(stream)
 
     def waited_seconds(self) -> float | None:
-        """How long the compute stream stood at the gate; None if not known (yet)."""
+        """How long the compute stream stood at the gate, or copied on the device; None if not known (yet)."""
         if self.wait_from is None or self.wait_to is None or not self.wait_to.query():
             return None
         return float(self.wait_from.elapsed_time(self.wait_to)) / 1000
 
-    def finish(self) -> list[str]:
-        """Wait for the copy; let go of the tensors. Returns leaves whose norm is not finite."""
+    def finish(self, on_copied: Callable[[int], None]) -> list[str]:
+        """Wait for the copy, piece by piece; let go of the tensors. Returns leaves that hold non-finite values."""
+        for start, mark in self.marks:
+            mark.synchronize()
+            if self.is_live:
+                on_copied(start)
         self.done.synchronize()
         self.held.clear()
-        if self.norms is None:
+        self.staged.clear()
+        if self.largest is None:
             return []
-        return [name for name, fine in zip(self.normed, torch.isfinite(self.norms).tolist(), strict=True) if not fine]
+        fine = torch.isfinite(self.largest).tolist()
+        return [source.name for source, is_fine in zip(self.program.checked, fine, strict=True) if not is_fine]
+
+
+def _cuts(run: Run) -> range:
+    return range(run.start, run.start + run.nbytes, _CHUNK_BYTES)
 
 
 class DeviceCopier:
-    """Issues device copies. One side stream per device, made at the first use."""
+    """Begins device copies. Two side streams per device, made at the first use."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
-    def start(self, device: torch.device, copies: Sequence[DeviceCopy], strategy: Strategy) -> DeviceJob:
-        """Issue all copies of one device. Raises torch.OutOfMemoryError only for strategy `device`."""
+    def start(
+        self,
+        device: torch.device,
+        program: DeviceProgram,
+        strategy: Strategy,
+        image: torch.Tensor,
+        key: tuple[int, int],
+        *,
+        is_live: bool = True,
+    ) -> DeviceJob:
+        """Stage what may change, on the compute stream: ordered after the step that made it, before anything that
+        could change it. Raises torch.OutOfMemoryError only for strategy `device`.
+        """
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        side, compute = self._streams[device], torch.cuda.current_stream(device)
+            self._streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        compute = torch.cuda.current_stream(device)
         with torch.cuda.device(device):
-            # Whatever may change before its copy is done is cloned on the compute stream: ordered after the step
-            # that made it, before anything that could change it.
-            sources = [_source(copy, strategy) for copy in copies]
-            side.wait_stream(compute)
-            with torch.cuda.stream(side):
-                job = DeviceJob(device, strategy, torch.cuda.Event(), list(sources))
-                self._check_finite(job, copies, sources)
-                for copy, source in zip(copies, sources, strict=True):
-                    if source is not copy.target:
-                        copy.target.copy_(source, non_blocking=True)
-                job.done.record(side)
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record(compute)
+            staged = _stage(program.runs(strategy), strategy, image)
+            after.record(compute)
+        job = DeviceJob(device, strategy, program, image, key, is_live, self._streams[device], after, staged)
+        if strategy == "device":
+            job.wait_from, job.wait_to = before, after
         return job
 
-    def _check_finite(self, job: DeviceJob, copies: Sequence[DeviceCopy], sources: Sequence[torch.Tensor]) -> None:
-        floating = [
-            (copy.name, source)
-            for copy, source in zip(copies, sources, strict=True)
-            if copy.is_managed and source.is_floating_point() and source.element_size() > 1
-        ]
-        if floating:
-            norms = torch._foreach_norm([source for _, source in floating])
-            job.normed = [name for name, _ in floating]
-            on_device = torch.stack([norm.float() for norm in norms])
-            job.norms = torch.empty(len(norms), dtype=torch.float32, pin_memory=True)
-            job.norms.copy_(on_device, non_blocking=True)
-            job.held.append(on_device)
 
-
-def _source(copy: DeviceCopy, strategy: Strategy) -> torch.Tensor:
-    """What the side stream copies from: the live tensor, or a clone where that may change before."""
-    if copy.is_managed and strategy != "device":
-        return copy.tensor
-    try:
-        return copy.tensor.clone()
-    except torch.OutOfMemoryError:
-        if strategy == "device":
-            raise
-        copy.target.copy_(copy.tensor)  # no room for a clone of what may change at any time: blocking, to the host
-        return copy.target
+def _stage(runs: Sequence[Run], strategy: Strategy, image: torch.Tensor) -> list[tuple[Run, torch.Tensor]]:
+    staged = []
+    for run in runs:
+        try:
+            staged.append((run, run.stage()))
+        except torch.OutOfMemoryError:
+            if strategy == "device":
+                raise
+            # No room on the device for a copy of what may change at any time: straight to the host, blocking.
+            position = run.start
+            for source, count in zip(run.sources, run.counts, strict=True):
+                end = position + count * run.kind.itemsize
+                image[position:end].view(source.dtype).view(source.shape).copy_(source)
+                position = end
+    return staged
 
 
 def spare_bytes(device: torch.device) -> int:

@@ -9,22 +9,14 @@ Holds:   compared before the optimizer may step. It is a tripwire, not a proof: 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from stepwell.format.checksum import block_digest
 
 _SAMPLES = 64
-
-
-@dataclass(frozen=True)
-class Watched:
-    """A leaf as it was at the trigger."""
-
-    name: str
-    live: Callable[[], torch.Tensor | None]
-    facts: tuple[int, int]
+Live = Callable[[], "torch.Tensor | None"]
+"""The way to a leaf's live tensor, which may have been replaced by another one meanwhile."""
 
 
 def facts(tensor: torch.Tensor) -> tuple[int, int]:
@@ -36,24 +28,26 @@ def facts(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Guard:
-    """Watches the leaves of one snapshot."""
+    """Watches leaves from its making on. Costs a fraction of a microsecond a leaf."""
 
-    def __init__(self) -> None:
-        self._watched: list[Watched] = []
+    def __init__(self, names: Sequence[str] = (), live: Sequence[Live] = ()) -> None:
+        self._names, self._live = names, live
+        self._seen = self._look()
 
-    def watch(self, name: str, live: Callable[[], torch.Tensor | None]) -> None:
-        """Remember a leaf as it is now."""
-        tensor = live()
-        if tensor is not None:
-            self._watched.append(Watched(name, live, facts(tensor)))
+    def _look(self) -> list[tuple[int, int] | None]:
+        tensors = [live() for live in self._live]
+        try:
+            versions = [tensor._version for tensor in tensors]  # type: ignore[union-attr]
+            return list(zip(versions, [tensor.data_ptr() for tensor in tensors], strict=True))  # type: ignore[union-attr]
+        except (AttributeError, RuntimeError):  # one is gone, or has no version
+            return [None if tensor is None else facts(tensor) for tensor in tensors]
 
     def changed(self) -> str | None:
         """Name of the first leaf that is not what it was, or None."""
-        for watched in self._watched:
-            tensor = watched.live()
-            if tensor is None or facts(tensor) != watched.facts:
-                return watched.name
-        return None
+        now = self._look()
+        if now == self._seen:
+            return None
+        return next(name for name, was, found in zip(self._names, self._seen, now, strict=True) if was != found)
 
 
 def content_digest(tensor: torch.Tensor) -> str:
@@ -64,29 +58,44 @@ def content_digest(tensor: torch.Tensor) -> str:
     return block_digest(host.view(torch.uint8).numpy().data)
 
 
-def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A few elements spread over a leaf, as bytes: an update of the whole tensor changes them."""
+class Samples:
+    """A few elements spread over each of some leaves: an update of a whole tensor changes them."""
+
+    def __init__(self, leaves: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._groups: dict[tuple[torch.device, torch.dtype], tuple[list[str], list[torch.Tensor]]] = {}
+        for name, tensor in leaves:
+            names, views = self._groups.setdefault((tensor.device, tensor.dtype), ([], []))
+            names.append(name)
+            views.append(_sample(tensor))
+
+    def take(self) -> list[tuple[list[str], list[int], torch.Tensor]]:
+        """The samples as they are now, one tensor per device and type: no wait, and one operation for all leaves."""
+        return [
+            (names, [view.numel() for view in views], torch.cat(views).view(torch.uint8))
+            for names, views in self._groups.values()
+        ]
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
-    step = max(1, flat.numel() // _SAMPLES)
-    return flat[::step][: _SAMPLES + 1].clone().view(torch.uint8)
+    return flat[:: max(1, flat.numel() // _SAMPLES)][: _SAMPLES + 1]
 
 
 class Fingerprints:
     """Samples of frozen leaves: a change that bumps no version still shows in almost every case."""
 
     def __init__(self) -> None:
-        self._known: dict[str, torch.Tensor] = {}
+        self._known: dict[str, bytes] = {}
 
-    def take(self, leaves: Sequence[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Samples of the leaves now, on their devices (no wait)."""
-        return {name: sample(tensor) for name, tensor in leaves}
-
-    def settle(self, samples: dict[str, torch.Tensor]) -> list[str]:
+    def settle(self, samples: Sequence[tuple[list[str], list[int], torch.Tensor]]) -> list[str]:
         """Compare with what was seen before; remember what is new. Returns the leaves that changed. Waits."""
         changed = []
-        for name, found in samples.items():
-            host = found.cpu()
-            if name in self._known and not torch.equal(self._known[name], host):
-                changed.append(name)
-            self._known[name] = host
+        for names, counts, found in samples:
+            data, start = bytes(found.cpu().numpy()), 0
+            width = len(data) // max(1, sum(counts))
+            for name, count in zip(names, counts, strict=True):
+                piece, start = data[start : start + count * width], start + count * width
+                if self._known.setdefault(name, piece) != piece:
+                    changed.append(name)
+                    self._known[name] = piece
         return changed

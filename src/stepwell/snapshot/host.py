@@ -1,30 +1,45 @@
 """Copies of leaves into the arena by the host, and the one thread that finishes snapshots.
 
-Owns:    the copier thread, and how a tensor's bytes get into a slot.
-Holds:   the copy runs without the interpreter lock; the training thread is never needed to finish a snapshot.
+Owns:    the copier thread, the copying threads beside it, and how a tensor's bytes get into a slot.
+Holds:   the copying threads have the lowest priority: they use what training leaves idle, and at the gate the training
+         thread copies too, so nobody waits for them; each byte is read once, the look for non-finite values happens
+         while it is in the cache; the copy runs without the interpreter lock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from stepwell.events import logger
 from stepwell.faults import crash_point, slow_copy
+from stepwell.snapshot.program import Source
+
+_PIECE_BYTES = 8 << 20
+_CHECKED_BYTES = 1 << 20
+"""A piece that is also looked at stays in the cache between the two."""
+_MAX_THREADS = 4
+_LOWEST = 19
 
 
 @dataclass(frozen=True)
 class HostCopy:
-    """One leaf on the CPU and the address its bytes go to."""
+    """Part of a leaf on the CPU, and the address its bytes go to. `start`: in the live image, None outside."""
 
     tensor: torch.Tensor
     address: int
     nbytes: int
+    name: str = ""
+    start: int | None = None
+    is_checked: bool = False
+    is_first: bool = True
 
     def run(self) -> None:
         """Copy now."""
@@ -34,39 +49,133 @@ class HostCopy:
         ctypes.memmove(self.address, source.data_ptr(), self.nbytes)
 
 
-def copy_all(copies: Sequence[HostCopy]) -> None:
-    """Copy leaves while training runs; a test may slow this down or kill it half-way."""
-    for number, copy in enumerate(copies):
-        if number == len(copies) // 2:
-            crash_point("copy.middle")
-        slow_copy()
+def pieces(source: Source, address: int, *, is_live: bool = True) -> Iterator[HostCopy]:
+    """A leaf in pieces that several threads can share; `address` is that of the image."""
+    size = _CHECKED_BYTES if source.is_checked else _PIECE_BYTES
+    if source.nbytes <= size or not source.tensor.is_contiguous():
+        start = source.start if is_live else None
+        yield HostCopy(source.tensor, address + source.start, source.nbytes, source.name, start, source.is_checked)
+        return
+    flat, width = source.tensor.view(-1), source.tensor.element_size()
+    step = size // width
+    for low in range(0, flat.numel(), step):
+        part, offset = flat[low : low + step], source.start + low * width
+        start = offset if is_live else None
+        yield HostCopy(part, address + offset, part.nbytes, source.name, start, source.is_checked, low == 0)
+
+
+def has_non_finite(tensor: torch.Tensor) -> bool:
+    """Whether a host tensor holds an infinity or a NaN. A finite sum proves it does not."""
+    wide = tensor.float() if tensor.element_size() < 4 else tensor
+    if bool(torch.isfinite(wide.sum())):
+        return False
+    return not bool(torch.isfinite(wide).all())
+
+
+class HostWork:
+    """The copies of one snapshot, shared by all threads that call `help`."""
+
+    def __init__(self, copies: Sequence[HostCopy], on_copied: Callable[[int], None]) -> None:
+        self._left = iter(enumerate(copies))
+        self._middle = len(copies) // 2
+        self._count = len(copies)
+        self._on_copied = on_copied
+        self._lock = threading.Lock()
+        self.suspects: dict[str, None] = {}
+        self.error: Exception | None = None
+        self.copied = threading.Event()
+        if not copies:
+            self.copied.set()
+
+    def help(self) -> None:
+        """Copy what nobody copies yet. Never raises: an error is kept, and voids the snapshot."""
+        for number, copy in self._left:
+            try:
+                if number == self._middle:
+                    crash_point("copy.middle")
+                if copy.is_first:
+                    slow_copy()
+                if self.error is None:
+                    self._copy(copy)
+            except Exception as error:
+                self.error = error
+            with self._lock:
+                self._count -= 1
+                if not self._count:
+                    self.copied.set()
+
+    def _copy(self, copy: HostCopy) -> None:
+        if copy.is_checked and copy.name not in self.suspects and has_non_finite(copy.tensor):
+            self.suspects[copy.name] = None
         copy.run()
+        if copy.start is not None:
+            self._on_copied(copy.start)
 
 
 class Copier:
-    """One daemon thread that runs jobs in order. Starts with the first job."""
+    """One daemon thread that runs jobs in order, and a few that copy for it. They start with the first job."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[HostWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._helpers: list[threading.Thread] = []
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` on the thread. It must not raise."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True, name="stepwell-copier")
+            self._thread = threading.Thread(target=self._run, daemon=True, name="stepwell-copier")
             self._thread.start()
         self._jobs.put(job)
 
-    def _work(self) -> None:
+    def copy(self, work: HostWork) -> None:
+        """Let the copying threads begin."""
+        if work.copied.is_set():
+            return
+        if not self._helpers:
+            count = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
+            self._helpers = [
+                threading.Thread(target=self._help, daemon=True, name=f"stepwell-copy-{number}")
+                for number in range(count)
+            ]
+            for helper in self._helpers:
+                helper.start()
+        for _ in self._helpers:
+            self._work.put(work)
+
+    def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
             except Exception:  # a job tells of its own failures; this thread must live on for the next one
                 logger.exception("a snapshot's bookkeeping failed")
 
+    def _help(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        _compute_alone()
+        while (work := self._work.get()) is not None:
+            work.help()
+
     def close(self) -> None:
-        """Finish what was submitted, then end the thread."""
+        """Finish what was submitted, then end the threads."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+        for _ in self._helpers:
+            self._work.put(None)
+        for helper in self._helpers:
+            helper.join()
+        self._helpers = []
+
+
+def _compute_alone() -> None:
+    """Let torch use this thread alone for what it computes here: a second team of threads would crowd training out."""
+    torch.get_num_threads()  # torch sets the thread up at its first use: after this it leaves the number alone
+    with open("/proc/self/maps") as file:
+        names = ("libgomp", "libiomp5", "libomp")
+        found = {line.split()[-1] for line in file if any(f"/{name}" in line for name in names)}
+    for path in found:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(path).omp_set_num_threads(1)

@@ -1,6 +1,6 @@
 """One snapshot under way: from the trigger until its verdict is in.
 
-Owns:    the order bytes -> suspects -> sequence -> verdict, and what the gate waits for.
+Owns:    the order issue -> announce -> bytes -> suspects -> sequence -> verdict, and what the gate waits for.
 Holds:   the guard looks before the optimizer may step; a snapshot that failed is void, never half there.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -19,7 +19,8 @@ from stepwell.errors import StateError
 from stepwell.faults import crash_point
 from stepwell.snapshot.device import DeviceJob
 from stepwell.snapshot.guard import Fingerprints, Guard, content_digest
-from stepwell.snapshot.host import HostCopy, copy_all
+from stepwell.snapshot.host import HostWork
+from stepwell.snapshot.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,27 @@ class Void:
     seen_by: str
 
 
+class Fill:
+    """How much of an image is final while several threads and streams fill it."""
+
+    def __init__(self, nbytes: int, starts: Sequence[int], on_more: Callable[[int], None]) -> None:
+        self._ends = [*sorted(starts), nbytes]
+        self._copied: set[int] = set()
+        self._next = 0
+        self._on_more = on_more
+        self._lock = threading.Lock()
+
+    def mark(self, start: int) -> None:
+        """The piece that begins here is copied. Everything before the first one that is not is final."""
+        with self._lock:
+            self._copied.add(start)
+            before = self._next
+            while self._ends[self._next] in self._copied:
+                self._next += 1
+            if self._next > before:
+                self._on_more(self._ends[self._next])
+
+
 @dataclass
 class Inflight:
     """Everything one snapshot needs until it is complete."""
@@ -38,26 +60,25 @@ class Inflight:
     sequence: int
     slot: int
     arena: Arena
+    plan: Plan
     strategy: str
-    nbytes: int
-    frozen_sequence: int
-    copies_frozen: bool
-    guard: Guard
-    fingerprints: Fingerprints
-    names: dict[str, int]
-    targets: dict[str, torch.Tensor]
-    checked: list[str]
+    is_durable: bool = True
+    frozen_sequence: int = 0
+    copies_frozen: bool = False
+    guard: Guard = field(default_factory=Guard)
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)
     staged: Future[None] = field(default_factory=Future)
-    host: list[HostCopy] = field(default_factory=list)
+    host: HostWork = field(default_factory=lambda: HostWork([], lambda start: None))
+    fill: Fill = field(default_factory=lambda: Fill(0, [], lambda nbytes: None))
     jobs: list[DeviceJob] = field(default_factory=list)
-    samples: dict[str, torch.Tensor] = field(default_factory=dict)
+    samples: list[tuple[list[str], list[int], torch.Tensor]] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
-    trigger_seconds: float = 0.0
     stall_seconds: float = 0.0
     suspects: list[str] = field(default_factory=list)
     void: Void | None = None
     changed_frozen: list[str] = field(default_factory=list)
+    is_announced: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     _looked: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -65,7 +86,7 @@ class Inflight:
     @property
     def needs_host_wait(self) -> bool:
         """Leaves on the CPU are copied by the host: the optimizer has to wait there."""
-        return bool(self.host) or bool(self.digests)
+        return not self.host.copied.is_set() or bool(self.digests)
 
     def look(self) -> None:
         """Let the guard look, once: at the gate, or when the copy is done if no step came before."""
@@ -82,19 +103,38 @@ class Inflight:
         if self.done.is_set():
             return 0.0
         started = time.monotonic()
-        if self.needs_host_wait:
-            self.done.wait()
+        if self.digests:
+            self.wait()
         else:
+            self.host.help()
+            self.host.copied.wait()
             self.look()
             for job in self.jobs:
                 job.gate()
         return time.monotonic() - started
 
-    def complete(self, on_done: Callable[[Inflight], None]) -> None:
-        """Runs on the copier thread: finish the copies, judge, and let the agent have the snapshot."""
+    def waits(self) -> list[float | None]:
+        """What each device's compute stream lost to this snapshot; None where that is not known yet."""
+        return [job.waited_seconds() for job in self.jobs]
+
+    def wait(self) -> None:
+        """Until it is complete or void. The waiting thread helps."""
+        self.host.help()
+        self.done.wait()
+
+    def complete(
+        self, announce: Callable[[], None], copy: Callable[[HostWork], None], settle: Callable[[Inflight], None]
+    ) -> None:
+        """Runs on the copier thread: issue and finish the copies, judge, and let the agent have the snapshot."""
         try:
-            copy_all(self.host)
-            flagged = [name for job in self.jobs for name in job.finish()]
+            for job in self.jobs:
+                job.issue()
+            announce()
+            self.is_announced = True
+            crash_point("trigger.announced")
+            copy(self.host)
+            flagged = [name for job in self.jobs for name in job.finish(self.fill.mark)]
+            self.host.copied.wait()
             crash_point("copy.done")
             self._judge(flagged)
             if self.void is None:
@@ -103,12 +143,12 @@ class Inflight:
         except Exception as error:  # whatever happens here must not leave the optimizer waiting for ever
             self.void = Void("?", f"copy failed: {type(error).__name__}: {error}")
         try:
-            on_done(self)  # before the gate opens: the next snapshot must know how this one ended
+            settle(self)  # before the gate opens: the next snapshot must know how this one ended
         finally:
             if self.void is not None:
                 self.arena.set_verdict(self.slot, self.sequence, is_good=False)  # last: the agent lets go at once
             self.done.set()
-            self.host, self.targets = [], {}  # let go of the user's tensors
+            self.samples, self.guard = [], Guard()  # let go of the user's tensors
         if self.void is None:
             self.staged.set_result(None)
         else:
@@ -116,29 +156,23 @@ class Inflight:
             self.staged.set_exception(StateError(text, step=self.step))
 
     def _judge(self, flagged: list[str]) -> None:
+        if self.host.error is not None:
+            raise self.host.error
         self.look()
         self.changed_frozen = self.fingerprints.settle(self.samples)
         if self.changed_frozen and self.void is None:
             self.void = Void(self.changed_frozen[0], "fingerprint of a frozen leaf")
         for name, digest in self.digests.items():
-            if content_digest(self.targets[name]) != digest and self.void is None:
+            if content_digest(self.plan.view(self.arena, self.slot, name)) != digest and self.void is None:
                 self.void = Void(name, "verify_snapshots")
-        exact = flagged + [name for name in self.checked if name not in flagged]
-        self.suspects = [name for name in exact if has_non_finite(self.targets[name])]
+        self.suspects = flagged + list(self.host.suspects)
 
     def _mark(self) -> None:
         if self.suspects:
-            self.arena.set_suspects(self.slot, len(self.suspects), self.names[self.suspects[0]])
+            self.arena.set_suspects(self.slot, len(self.suspects), self.plan.places[self.suspects[0]].index)
         if self.copies_frozen:
             self.arena.set_sequence(FROZEN, self.frozen_sequence)
             self.arena.set_verdict(FROZEN, self.frozen_sequence, is_good=True)
+        self.arena.set_filled(self.slot, self.sequence, self.plan.live.nbytes)
         self.arena.set_sequence(self.slot, self.sequence)
         self.arena.set_verdict(self.slot, self.sequence, is_good=True)
-
-
-def has_non_finite(tensor: torch.Tensor) -> bool:
-    """Whether a host tensor holds an infinity or a NaN. A finite sum proves it does not."""
-    wide = tensor.float() if tensor.element_size() < 4 else tensor
-    if bool(torch.isfinite(wide.sum())):
-        return False
-    return not bool(torch.isfinite(wide).all())

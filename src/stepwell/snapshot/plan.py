@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from stepwell.arena.memory import FROZEN, Arena
+from stepwell.arena.memory import FROZEN, PAGE, Arena
+from stepwell.format import dtypes
 from stepwell.format.record import LeafEntry
 from stepwell.format.shard import LeafSpec, ShardLayout, lay_out
-from stepwell.state.flatten import Leaf, dtype_from
+from stepwell.state.flatten import Leaf
 from stepwell.state.roles import Role
 
+_OPTIMIZER_ROLES = ("moment1", "moment2", "optimizer")
 Signature = tuple[tuple[str, str, tuple[int, ...], str, bool], ...]
 
 
@@ -41,24 +43,20 @@ class Plan:
     frozen: ShardLayout | None
     places: dict[str, Place]
     entries: tuple[LeafEntry, ...]
+    checked: frozenset[str]
 
     @property
     def frozen_bytes(self) -> int:
         """Size of the frozen file."""
         return 0 if self.frozen is None else self.frozen.nbytes
 
-    def views(self, arena: Arena, slot: int) -> dict[str, torch.Tensor]:
-        """Tensors over the bytes of a slot (and of the frozen image), one per leaf."""
-        found = {}
-        for entry in self.entries:
-            place, dtype = self.places[entry.name], dtype_from(entry.dtype)
-            start = arena.shape.start(FROZEN if place.is_frozen else slot) + place.start
-            if place.nbytes:
-                flat = torch.frombuffer(arena.memory, dtype=torch.uint8, count=place.nbytes, offset=start)
-                found[entry.name] = flat.view(dtype).view(entry.shape)
-            else:
-                found[entry.name] = torch.empty(entry.shape, dtype=dtype)
-        return found
+    def view(self, arena: Arena, slot: int, name: str) -> torch.Tensor:
+        """A leaf's bytes in a slot (or in the frozen image)."""
+        place = self.places[name]
+        start = arena.shape.start(FROZEN if place.is_frozen else slot) + place.start
+        if not place.nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(arena.memory, dtype=torch.uint8, count=place.nbytes, offset=start)
 
     def message(self) -> dict[str, Any]:
         """What the agent has to know."""
@@ -80,8 +78,11 @@ def signature(leaves: Sequence[Leaf], roles: Sequence[Role]) -> Signature:
 
 
 def make_plan(number: int, leaves: Sequence[Leaf], roles: Sequence[Role]) -> Plan:
-    """Lay the leaves out."""
-    specs = [LeafSpec(leaf.name, leaf.dtype, tuple(leaf.tensor.shape)) for leaf in leaves]
+    """Lay the leaves out: what is copied in place first, then what is gathered before it is copied."""
+    in_place = sorted(
+        zip(leaves, roles, strict=True), key=lambda pair: pair[1].protection == "loose" or pair[0].tensor.nbytes < PAGE
+    )
+    specs = [LeafSpec(leaf.name, leaf.dtype, tuple(leaf.tensor.shape)) for leaf, _ in in_place]
     is_frozen = {leaf.name: role.protection == "frozen" for leaf, role in zip(leaves, roles, strict=True)}
     live = lay_out(spec for spec in specs if not is_frozen[spec.name])
     frozen = lay_out(spec for spec in specs if is_frozen[spec.name]) if any(is_frozen.values()) else None
@@ -107,4 +108,15 @@ def make_plan(number: int, leaves: Sequence[Leaf], roles: Sequence[Role]) -> Pla
                 offsets=(0,) * len(shape),
             )
         )
-    return Plan(number, signature(leaves, roles), live, frozen, places, tuple(entries))
+    return Plan(number, signature(leaves, roles), live, frozen, places, tuple(entries), _checked(entries))
+
+
+def _checked(entries: Sequence[LeafEntry]) -> frozenset[str]:
+    """Leaves in which a non-finite value makes the checkpoint suspect: what the optimizers made of the parameters.
+
+    In torch's optimizers a non-finite moment makes its parameter non-finite in the same step. Where no parameter is
+    tracked the optimizer's own values are all there is.
+    """
+    floating = [entry for entry in entries if entry.dtype in dtypes.FLOATING and not entry.file]
+    parameters = [entry.name for entry in floating if entry.role == "parameter"]
+    return frozenset(parameters or [entry.name for entry in floating if entry.role in _OPTIMIZER_ROLES])

@@ -18,7 +18,6 @@ from stepwell.arena.memory import HEADER_BYTES, PAGE, Arena, ArenaShape, availab
 from stepwell.format.checksum import BLOCK_BYTES
 from stepwell.snapshot.plan import Plan
 
-_WANTED_SLOTS = 2
 _SLACK = 32  # a slot is this much (1/32) larger than needed, so that a slightly larger state still fits
 _RESERVE = 16  # leave a sixteenth of what is available
 
@@ -33,18 +32,23 @@ class PageLocks(Protocol):
 
 @dataclass
 class Slot:
-    """One slot's use. `sequence` is 0 while free; `plan` is the number of the plan whose header it holds."""
+    """One slot's use. `sequence` is 0 while free; `plan` is the number of the plan whose header it holds; `is_over`:
+    its snapshot is complete or void.
+    """
 
     index: int
     sequence: int = 0
     newest: int = 0
     plan: int = -1
+    is_durable: bool = True
+    is_over: bool = False
 
 
 class SlotPool:
     """The arena of this trainer. Constructing only assigns; `prepare` takes the memory."""
 
-    def __init__(self, *, cap_bytes: int | None, pages: PageLocks, log: journal.EventLog) -> None:
+    def __init__(self, *, slots: int, cap_bytes: int | None, pages: PageLocks, log: journal.EventLog) -> None:
+        self._wanted = slots
         self._cap_bytes = cap_bytes
         self._pages = pages
         self._log = log
@@ -96,8 +100,9 @@ class SlotPool:
                 self._drop(old)
             arena, page_locked = self._allocate(plan, generation), False
             if arena is not None:
-                arena.fault_in()
                 page_locked = self._pages.lock(arena)
+                if not page_locked:
+                    arena.fault_in()
                 on_ready(arena)
                 shape = arena.shape
                 self._log.emit(
@@ -124,11 +129,12 @@ class SlotPool:
         limit = room if self._cap_bytes is None else min(room, self._cap_bytes)
         why = "host_memory" if self._cap_bytes is not None and self._cap_bytes <= room else "free host memory"
         self.is_streaming = False
-        for slots, size in ((_WANTED_SLOTS, slot_bytes), (_WANTED_SLOTS, need), (1, need)):
+        tries = [(slots, size) for slots in range(self._wanted, 1, -1) for size in (slot_bytes, need)]
+        for slots, size in (*tries, (1, need)):
             shape = ArenaShape(generation, slots, size, frozen)
             if shape.nbytes <= limit:
-                full = slots == _WANTED_SLOTS
-                self.reason = "" if full else f"{why} of {limit} bytes has room for one slot only"
+                full = slots == self._wanted
+                self.reason = "" if full else f"{why} of {limit} bytes has room for {_count(slots)} only"
                 try:
                     return Arena.allocate(shape)
                 except OSError as error:
@@ -154,17 +160,38 @@ class SlotPool:
             self._changed.wait_for(lambda: not self._is_preparing)
             return self.arena is not None
 
-    def claim(self, sequence: int, *, block: bool) -> Slot | None:
-        """A slot that may be overwritten, the oldest first; None if all are busy and `block` is false."""
+    def claim(self, sequence: int, *, is_durable: bool, block: bool) -> Slot | None:
+        """A slot that may be overwritten, the oldest first; None if all are busy and `block` is false.
+
+        What only stays in memory may be overwritten once a newer snapshot is complete: the agent never writes it
+        while this process lives.
+        """
         with self._changed:
             while True:
-                free = sorted((slot for slot in self.slots if not slot.sequence), key=lambda slot: slot.newest)
+                newest = max((slot.newest for slot in self.slots if slot.is_over), default=0)
+                free = sorted(
+                    (
+                        slot
+                        for slot in self.slots
+                        if not slot.sequence or (not slot.is_durable and slot.is_over and slot.newest < newest)
+                    ),
+                    key=lambda slot: slot.newest,
+                )
                 if free:
-                    free[0].sequence = free[0].newest = sequence
-                    return free[0]
+                    slot = free[0]
+                    slot.sequence = slot.newest = sequence
+                    slot.is_durable, slot.is_over = is_durable, False
+                    return slot
                 if not block:
                     return None
                 self._changed.wait(0.2)
+
+    def complete(self, sequence: int) -> None:
+        """All bytes and the verdict of a snapshot are in."""
+        with self._changed:
+            for slot in self.slots:
+                if slot.sequence == sequence:
+                    slot.is_over = True
 
     def release(self, sequence: int) -> None:
         """The agent is done with a snapshot, or it came to nothing."""
@@ -191,7 +218,7 @@ class SlotPool:
         """A snapshot was voided: its slot holds nothing worth protecting (the agent still has to release it)."""
         for slot in self.slots:
             if slot.sequence == sequence:
-                slot.newest = 0
+                slot.newest, slot.is_over = 0, True
 
     def busy(self) -> int:
         """How many slots are in use."""
@@ -208,3 +235,7 @@ class SlotPool:
     def _drop(self, arena: Arena) -> None:
         self._pages.unlock(arena)  # before the memory goes: the driver keeps page-locked memory by address
         arena.close()
+
+
+def _count(slots: int) -> str:
+    return "one slot" if slots == 1 else f"{slots} slots"

@@ -19,19 +19,16 @@ from stepwell.agent.client import AgentClient
 from stepwell.arena.memory import FROZEN, Arena
 from stepwell.errors import PersistError
 from stepwell.faults import crash_point
-from stepwell.format import dtypes
-from stepwell.snapshot.device import CudaPages, DeviceCopier, DeviceCopy, Strategy, spare_bytes
-from stepwell.snapshot.guard import Fingerprints, Guard, content_digest, facts
-from stepwell.snapshot.host import Copier, HostCopy
-from stepwell.snapshot.inflight import Inflight
-from stepwell.snapshot.plan import Plan, make_plan, signature
+from stepwell.snapshot.arrange import Arrangement, Arranger
+from stepwell.snapshot.device import CudaPages, DeviceCopier, Strategy, spare_bytes
+from stepwell.snapshot.guard import Guard, content_digest
+from stepwell.snapshot.host import Copier, HostCopy, HostWork, has_non_finite, pieces
+from stepwell.snapshot.inflight import Fill, Inflight
 from stepwell.snapshot.pool import Slot, SlotPool
+from stepwell.snapshot.program import Source
 from stepwell.snapshot.stream import Answers, stream_image
-from stepwell.state.flatten import Flat, Leaf
-from stepwell.state.roles import Role, assign_roles
+from stepwell.state.flatten import Flat
 from stepwell.state.tracked import Tracked
-
-_TINY_BYTES = 1024  # a managed leaf on the CPU this small (Adam's step counters) is copied at the trigger
 
 
 class Snapshotter:
@@ -44,31 +41,28 @@ class Snapshotter:
         strategy: str,
         verify: bool,
         host_memory: int | None,
+        slots: int,
         log: journal.EventLog,
         client: AgentClient,
         on_settled: Callable[[Inflight], None],
     ) -> None:
-        self._tracked = tracked
         self._wanted = strategy
         self._verify = verify
         self._log = log
         self._client = client
-        self.pool = SlotPool(cap_bytes=host_memory, pages=CudaPages(), log=log)
+        self.pool = SlotPool(slots=slots, cap_bytes=host_memory, pages=CudaPages(), log=log)
         self.answers = Answers()
         self._copier = Copier()
         self._device = DeviceCopier()
-        self._fingerprints = Fingerprints()
-        self._not_frozen: set[str] = set()
-        self._frozen_facts: dict[str, tuple[int, int]] = {}
+        self._arranger = Arranger(tracked, self._number)
         self._wants_room = False
-        self._plan: Plan | None = None
         self._sent_plan = -1
         self._numbers = 0
         self._inflight: Inflight | None = None
         self._blocking_next = False
         self._strategy: Strategy | None = None
         self._waits: dict[str, float] = {}
-        self._targets: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self._images: dict[tuple[int, int], torch.Tensor] = {}
         self._on_settled = on_settled
 
     def open(self, lineage: int) -> None:
@@ -79,72 +73,48 @@ class Snapshotter:
         self._numbers += 1
         return self._numbers
 
-    # -- frozen leaves ------------------------------------------------------------------------------------------------
+    # -- memory -------------------------------------------------------------------------------------------------------
 
     def observe(self, flat: Flat) -> None:
-        """Before the first step: sample what may be frozen, to see whether the step changes it."""
-        self._fingerprints.settle(self._fingerprints.take(self._frozen_leaves(flat, self._roles(flat))))
+        """Before the first step: look at what may be frozen, to see whether the step changes it."""
+        self._arranger.observe(flat)
 
     def trust_frozen(self, flat: Flat, known: set[str]) -> None:
         """After a restore: only leaves that were frozen in the restored checkpoint count as frozen."""
-        self._not_frozen = {leaf.name for leaf in flat.leaves} - known
+        self._arranger.trust_frozen(flat, known)
 
-    def _roles(self, flat: Flat) -> list[Role]:
-        if self.pool.is_streaming:
-            return assign_roles(flat.leaves, self._tracked, {leaf.name for leaf in flat.leaves})
-        return assign_roles(flat.leaves, self._tracked, self._not_frozen)
+    @property
+    def is_unprepared(self) -> bool:
+        """No layout was made yet."""
+        return self._arranger.is_unused
 
-    def _frozen_leaves(self, flat: Flat, roles: Sequence[Role]) -> list[tuple[str, torch.Tensor]]:
-        pairs = zip(flat.leaves, roles, strict=True)
-        return [(leaf.name, leaf.tensor) for leaf, role in pairs if role.protection == "frozen"]
-
-    # -- memory -------------------------------------------------------------------------------------------------------
-
-    def prepare(self, flat: Flat) -> tuple[Plan, list[Role]]:
-        """Make sure plan and arena fit this state; a new arena is made ready in the background."""
-        roles = self._roles(flat)
-        if self._notice_moved(flat, roles):
-            roles = self._roles(flat)
-        if self._plan is None:
-            frozen = self._frozen_leaves(flat, roles)
-            self._not_frozen.update(self._fingerprints.settle(self._fingerprints.take(frozen)))
-            roles = self._roles(flat)
-        if self._plan is None or signature(flat.leaves, roles) != self._plan.signature:
-            self._plan = make_plan(self._number(), flat.leaves, roles)
-            self._targets.clear()
-        if not self.pool.is_preparing and not self.pool.fits(self._plan):
+    def prepare(self, flat: Flat) -> Arrangement:
+        """Make sure layout and arena fit this state; a new arena is made ready in the background."""
+        self._arranger.is_streaming = self.pool.is_streaming
+        arrangement = self._arranger.arrange(flat)
+        if not self.pool.is_preparing and not self.pool.fits(arrangement.plan):
             self.drain()  # a copy into the old arena must be over before its memory goes
-            self.pool.prepare(self._plan, self._number(), self._hand_over)
-        return self._plan, roles
-
-    def _notice_moved(self, flat: Flat, roles: Sequence[Role]) -> bool:
-        """A frozen leaf whose version or address is not that of its copy is frozen no more."""
-        moved = {
-            name
-            for name, tensor in self._frozen_leaves(flat, roles)
-            if name in self._frozen_facts and self._frozen_facts[name] != facts(tensor)
-        }
-        self._not_frozen |= moved
-        return bool(moved)
+            self._let_go()
+            self.pool.prepare(arrangement.plan, self._number(), self._hand_over)
+        return arrangement
 
     def _hand_over(self, arena: Arena) -> None:
         """Called by the preparation thread: the agent gets the arena before any snapshot in it."""
         self._client.send_arena(vars(arena.shape), arena.fd)
 
-    @property
-    def is_unprepared(self) -> bool:
-        """No plan was made yet."""
-        return self._plan is None
+    def _let_go(self) -> None:
+        self._arranger.let_go()
+        self._images.clear()
 
-    def _target_views(self, arena: Arena, slot: Slot, plan: Plan) -> dict[str, torch.Tensor]:
-        """Tensors over the slot's bytes, one per leaf, made once per slot and plan."""
-        key = (arena.shape.generation, slot.index)
-        if key not in self._targets or slot.plan != plan.number:
-            views = plan.views(arena, slot.index)
-            self._targets[key] = views
-            arena.image(slot.index, len(plan.live.header))[:] = plan.live.header
-            slot.plan = plan.number
-        return self._targets[key]
+    def _image(self, arena: Arena, index: int) -> torch.Tensor:
+        """A slot (or the frozen image) as bytes."""
+        key, shape = (arena.shape.generation, index), arena.shape
+        if key not in self._images:
+            count = shape.frozen_bytes if index == FROZEN else shape.slot_bytes
+            self._images[key] = torch.frombuffer(
+                arena.memory, dtype=torch.uint8, count=count, offset=shape.start(index)
+            )
+        return self._images[key]
 
     # -- taking one ---------------------------------------------------------------------------------------------------
 
@@ -156,139 +126,141 @@ class Snapshotter:
         crash_point("trigger.begin")
         started = time.monotonic()
         if self._inflight is not None and not self._inflight.done.is_set():
-            if not block:
+            # What only stays in memory is cheap to wait for: the device still has this iteration's work to do.
+            if not block and meta["durable"]:
                 return "the snapshot before is still being copied"
-            self._inflight.done.wait()
+            self._inflight.wait()
         self.gate()
-        plan, roles = self.prepare(flat)
-        while self.pool.is_preparing or not self.pool.fits(plan):
+        arrangement = self.prepare(flat)
+        while self.pool.is_preparing or not self.pool.fits(arrangement.plan):
             if not block:
                 return "the arena is being made ready"
             if not self.pool.wait_prepared():
                 raise PersistError("there is no host memory left for a snapshot, not even for a streamed one")
-            plan, roles = self.prepare(flat)
-        if plan.number != self._sent_plan:
-            self._client.send_layout(plan.message())
-            self._sent_plan = plan.number
+            arrangement = self.prepare(flat)
+        if arrangement.plan.number != self._sent_plan:
+            self._client.send_layout(arrangement.plan.message())
+            self._sent_plan = arrangement.plan.number
         if self.pool.is_streaming:
-            return self._take_streamed(flat, plan, meta)
-        sequence = self._number()
-        slot = self.pool.claim(sequence, block=False)
+            return self._take_streamed(flat, arrangement, meta)
+        slot = self._claim(meta, block=block)
         if slot is None:
-            if not self._wants_room:
-                self._wants_room = True
-                self._client.send({"type": "make_room"})  # one that failed may be in the way of a newer one
-            slot = self.pool.claim(sequence, block=True) if block else None
-        if slot is None:
-            return "both slots are still being written: storage does not keep up"
-        self._wants_room = False
+            return "all slots are still being written: storage does not keep up"
         try:
-            inflight = self._start(flat, plan, roles, meta, sequence, slot)
+            inflight, announce = self._start(flat, arrangement, meta, slot)
         except BaseException:
-            self.pool.abandon(sequence)  # or two such errors would leave no slot for ever
+            self.pool.abandon(slot.sequence)  # or two such errors would leave no slot for ever
             raise
-        inflight.trigger_seconds = inflight.stall_seconds = time.monotonic() - started
+        inflight.stall_seconds = time.monotonic() - started
         self._inflight = inflight
-        self._copier.submit(lambda: inflight.complete(self._settle))
+        self._copier.submit(
+            lambda: inflight.complete(lambda: self._client.begin(announce), self._copier.copy, self._settle)
+        )
         if inflight.strategy == "blocking":
-            inflight.done.wait()
+            inflight.wait()
             inflight.stall_seconds = time.monotonic() - started
         return inflight
 
+    def _claim(self, meta: dict[str, Any], *, block: bool) -> Slot | None:
+        sequence, is_durable = self._number(), meta["durable"]
+        slot = self.pool.claim(sequence, is_durable=is_durable, block=False)
+        if slot is None:
+            if not self._wants_room and is_durable:
+                self._wants_room = True
+                self._client.send({"type": "make_room"})  # one that failed may be in the way of a newer one
+            slot = self.pool.claim(sequence, is_durable=is_durable, block=True) if block else None
+        if slot is not None and is_durable:
+            self._wants_room = False
+        return slot
+
     def _start(
-        self, flat: Flat, plan: Plan, roles: Sequence[Role], meta: dict[str, Any], sequence: int, slot: Slot
-    ) -> Inflight:
-        arena = self.pool.arena
+        self, flat: Flat, arrangement: Arrangement, meta: dict[str, Any], slot: Slot
+    ) -> tuple[Inflight, dict[str, Any]]:
+        """Copy what may change now, line up the rest. Returns the snapshot and what the agent has to know of it."""
+        arena, plan = self.pool.arena, arrangement.plan
         assert arena is not None
         arena.claim(slot.index)
-        targets = self._target_views(arena, slot, plan)
+        if slot.plan != plan.number:
+            arena.image(slot.index, len(plan.live.header))[:] = plan.live.header
+            slot.plan = plan.number
         copies_frozen = plan.frozen is not None and not self.pool.frozen_sequence
         if copies_frozen:
             assert plan.frozen is not None
             arena.claim(FROZEN)
             arena.image(FROZEN, len(plan.frozen.header))[:] = plan.frozen.header
             self.pool.frozen_sequence, self.pool.frozen_header = self._number(), plan.frozen.header
-            self._frozen_facts = {name: facts(tensor) for name, tensor in self._frozen_leaves(flat, roles)}
+            self._arranger.note_frozen(flat)
+        fixed, rest = arrangement.fixed, arrangement.rest
         inflight = Inflight(
             step=meta["step"],
-            sequence=sequence,
+            sequence=slot.sequence,
             slot=slot.index,
             arena=arena,
+            plan=plan,
             strategy=self._choose(flat, meta["step"]),
-            nbytes=plan.live.nbytes,
+            is_durable=meta["durable"],
             frozen_sequence=self.pool.frozen_sequence if plan.frozen is not None else 0,
             copies_frozen=copies_frozen,
-            guard=Guard(),
-            fingerprints=self._fingerprints,
-            names={entry.name: index for index, entry in enumerate(plan.entries)},
-            targets=targets,
-            checked=[],
+            guard=Guard(fixed.watched + rest.watched, fixed.live + rest.live),
+            fingerprints=self._arranger.fingerprints,
+            samples=fixed.samples.take() + rest.samples.take(),
         )
-        self._client.begin(
-            {
-                "type": "begin",
-                **meta,
-                "sequence": sequence,
-                "slot": slot.index,
-                "generation": arena.shape.generation,
-                "layout": plan.number,
-                "frozen": inflight.frozen_sequence,
-            }
-        )
-        crash_point("trigger.announced")
         try:
-            self._issue(inflight, flat, roles, plan)
+            self._begin_copies(inflight, arrangement)
         except torch.OutOfMemoryError:
             self._log.emit(events.Strategy(step=meta["step"], strategy="overlap", reason="the device is out of memory"))
             inflight.strategy = "overlap"
-            self._issue(inflight, flat, roles, plan)
-        return inflight
+            self._begin_copies(inflight, arrangement)
+        begin = {
+            "type": "begin",
+            **meta,
+            "sequence": slot.sequence,
+            "slot": slot.index,
+            "generation": arena.shape.generation,
+            "layout": plan.number,
+            "frozen": inflight.frozen_sequence,
+        }
+        return inflight, begin
 
-    def _issue(self, inflight: Inflight, flat: Flat, roles: Sequence[Role], plan: Plan) -> None:
-        """Copy what is loose now, and line up the rest for the copier thread and the side streams."""
-        inflight.host.clear()
-        inflight.jobs.clear()
-        on_device: dict[torch.device, list[DeviceCopy]] = {}
-        base = inflight.arena.address()
-        for leaf, role in zip(flat.leaves, roles, strict=True):
-            place = plan.places[leaf.name]
-            if place.is_frozen:
-                inflight.samples.update(self._fingerprints.take([(leaf.name, leaf.tensor)]))
-                if not inflight.copies_frozen:
-                    inflight.guard.watch(leaf.name, role.live)
-                    continue
-            late = role.protection != "loose"
-            if late:
-                inflight.guard.watch(leaf.name, role.live)
-            if leaf.tensor.device.type == "cpu":
-                start = inflight.arena.shape.start(FROZEN if place.is_frozen else inflight.slot) + place.start
-                copy = HostCopy(leaf.tensor, base + start, place.nbytes)
-                if late and place.nbytes > _TINY_BYTES:
-                    inflight.host.append(copy)
-                    self._remember(inflight, leaf)
-                else:
-                    copy.run()
-                if role.protection == "managed" and leaf.dtype in dtypes.FLOATING:
-                    inflight.checked.append(leaf.name)
-            else:
-                target = inflight.targets[leaf.name]
-                on_device.setdefault(leaf.tensor.device, []).append(DeviceCopy(leaf.name, leaf.tensor, target, late))
-                if late:
-                    self._remember(inflight, leaf)
+    def _begin_copies(self, inflight: Inflight, arrangement: Arrangement) -> None:
+        """Copy what is loose now, and line up the rest for the copying threads and the side streams."""
+        arena, fixed, rest = inflight.arena, arrangement.fixed, arrangement.rest
         strategy: Strategy = "device" if inflight.strategy == "device" else "overlap"
-        inflight.jobs.extend(self._device.start(device, copies, strategy) for device, copies in on_device.items())
-        if inflight.strategy == "device":
+        inflight.jobs, starts = [], []
+        for device, program, is_live in arrangement.on_devices(with_frozen=inflight.copies_frozen):
+            index = inflight.slot if is_live else FROZEN
+            image, key = self._image(arena, index), (arena.shape.generation, index)
+            job = self._device.start(device, program, strategy, image, key, is_live=is_live)
+            inflight.jobs.append(job)
+            if is_live:
+                starts += program.starts(strategy)
+        live = arena.address() + arena.shape.start(inflight.slot)
+        copies = [copy for source in fixed.host + rest.host for copy in pieces(source, live)]
+        if inflight.copies_frozen:
+            frozen = arena.address() + arena.shape.start(FROZEN)
+            sources = fixed.frozen_host + rest.frozen_host
+            copies += [copy for source in sources for copy in pieces(source, frozen, is_live=False)]
+        starts += [copy.start for copy in copies if copy.start is not None]
+        inflight.fill = Fill(
+            inflight.plan.live.nbytes,
+            starts,
+            lambda nbytes: arena.set_filled(inflight.slot, inflight.sequence, nbytes),
+        )
+        inflight.host = HostWork(sorted(copies, key=_position), inflight.fill.mark)
+        for source in fixed.now + rest.now:
+            HostCopy(source.tensor, live + source.start, source.nbytes).run()
+            if source.is_checked and has_non_finite(source.tensor):
+                inflight.host.suspects[source.name] = None
+        if self._verify:
+            inflight.digests = {source.name: content_digest(source.tensor) for source in _late(arrangement)}
+        if inflight.strategy == "device" and not copies:
             inflight.look()  # everything is a clone already: nothing later can spoil it
 
-    def _remember(self, inflight: Inflight, leaf: Leaf) -> None:
-        if self._verify:
-            inflight.digests[leaf.name] = content_digest(leaf.tensor)
-
-    def _take_streamed(self, flat: Flat, plan: Plan, meta: dict[str, Any]) -> Inflight:
+    def _take_streamed(self, flat: Flat, arrangement: Arrangement, meta: dict[str, Any]) -> Inflight:
         arena = self.pool.arena
         assert arena is not None
         inflight = stream_image(
-            self._client, arena, flat, plan, meta, number=self._number, log=self._log, answers=self.answers
+            self._client, arena, flat, arrangement.plan, meta, number=self._number, log=self._log, answers=self.answers
         )
         if inflight.void is not None:
             self._on_settled(inflight)
@@ -345,31 +317,31 @@ class Snapshotter:
         crash_point("gate.passed")
 
     def _measure(self, inflight: Inflight) -> None:
-        waits = [job.waited_seconds() for job in inflight.jobs]
-        known = [wait for wait in waits if wait is not None]
+        known = [wait for wait in inflight.waits() if wait is not None]
         if known:
             self._waits[inflight.strategy] = max(known)
-        elif inflight.strategy == "device":
-            self._waits["device"] = inflight.trigger_seconds
 
     def _settle(self, inflight: Inflight) -> None:
         """On the copier thread, when a snapshot is complete or void."""
         if inflight.void is not None:
             self._blocking_next = True
-            self._not_frozen.update(inflight.changed_frozen)
+            self._arranger.distrust(inflight.changed_frozen)
             if inflight.copies_frozen:
                 self.pool.frozen_sequence = 0
             self.pool.forget(inflight.sequence)
+            if not inflight.is_announced:
+                self.pool.release(inflight.sequence)  # the agent, which knows nothing of it, will not
             self._log.emit(
                 events.SnapshotVoid(step=inflight.step, leaf=inflight.void.leaf, seen_by=inflight.void.seen_by)
             )
         else:
+            self.pool.complete(inflight.sequence)
             self._log.emit(
                 events.Snapshot(
                     step=inflight.step,
                     sequence=inflight.sequence,
                     strategy=inflight.strategy,
-                    nbytes=inflight.nbytes,
+                    nbytes=inflight.plan.live.nbytes,
                     stall_seconds=inflight.stall_seconds,
                     copy_seconds=time.monotonic() - inflight.started,
                 )
@@ -384,12 +356,26 @@ class Snapshotter:
         """Wait until the snapshot under way is complete or void."""
         inflight = self._inflight
         if inflight is not None:
-            inflight.done.wait()
+            inflight.wait()
             self._inflight = None
 
     def close(self) -> None:
         """Finish the copy under way and give the memory back."""
         self.drain()
         self._copier.close()
-        self._targets.clear()
+        self._let_go()
         self.pool.close()
+
+
+def _position(copy: HostCopy) -> int:
+    """In the order of the image, so that writing can follow; the frozen image last."""
+    return copy.start if copy.start is not None else 1 << 62
+
+
+def _late(arrangement: Arrangement) -> list[Source]:
+    """Leaves of the live image that are copied while training runs."""
+    programs = (arrangement.fixed, arrangement.rest)
+    on_device = [source for program in programs for sources in program.device.values() for source in sources]
+    return [source for source in on_device if source.is_late] + [
+        source for program in programs for source in program.host
+    ]

@@ -16,9 +16,8 @@ from stepwell import events, journal
 from stepwell.agent.client import AgentClient
 from stepwell.arena.channel import Message
 from stepwell.arena.memory import Arena
-from stepwell.format import dtypes
-from stepwell.snapshot.guard import Fingerprints, Guard
-from stepwell.snapshot.inflight import Inflight, Void, has_non_finite
+from stepwell.snapshot.host import has_non_finite
+from stepwell.snapshot.inflight import Inflight, Void
 from stepwell.snapshot.plan import Plan
 from stepwell.state.flatten import Flat
 
@@ -73,15 +72,8 @@ def stream_image(
         sequence=0,
         slot=0,
         arena=arena,
+        plan=plan,
         strategy="streamed",
-        nbytes=plan.live.nbytes,
-        frozen_sequence=0,
-        copies_frozen=False,
-        guard=Guard(),
-        fingerprints=Fingerprints(),
-        names={},
-        targets={},
-        checked=[],
     )
     outcome = "replaced"
     for _ in range(_TRIES):
@@ -155,9 +147,4 @@ def _fill(target: memoryview, start: int, end: int, flat: Flat, plan: Plan) -> N
 
 
 def _suspects(flat: Flat, plan: Plan) -> list[str]:
-    checked = {entry.name for entry in plan.entries if entry.role in ("parameter", "moment1", "moment2", "optimizer")}
-    return [
-        leaf.name
-        for leaf in flat.leaves
-        if leaf.name in checked and leaf.dtype in dtypes.FLOATING and has_non_finite(leaf.tensor)
-    ]
+    return [leaf.name for leaf in flat.leaves if leaf.name in plan.checked and has_non_finite(leaf.tensor)]

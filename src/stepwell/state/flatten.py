@@ -45,10 +45,15 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Flat:
-    """A state taken apart: typed JSON whose `$tensor` entries name the leaves."""
+    """A state taken apart: typed JSON whose `$tensor` entries name the leaves.
+
+    Two states with the same `fixed` begin with the same `fixed_count` leaves: the same tensors, in the same places.
+    """
 
     tree: Any
     leaves: list[Leaf]
+    fixed: object = None
+    fixed_count: int = 0
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -58,10 +63,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def flatten(state: dict[str, Any]) -> Flat:
     """Take a state apart. Copies nothing but numpy arrays that are not contiguous. Raises StateError."""
-    collector = _Collector()
-    return Flat(
-        {name: tree.encode(value, (name,), collector.extern) for name, value in state.items()}, collector.leaves
-    )
+    collector = Collector()
+    return Flat({name: collector.encode(value, (name,)) for name, value in state.items()}, collector.leaves)
 
 
 def unflatten(encoded: Any, leaf: Callable[[str], torch.Tensor]) -> Any:
@@ -69,13 +72,23 @@ def unflatten(encoded: Any, leaf: Callable[[str], torch.Tensor]) -> Any:
     return tree.decode(encoded, _Builder(leaf).intern)
 
 
-class _Collector:
+class Collector:
     """Collects leaves while the tree is encoded. Holds every tensor, so that no address is used twice."""
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
         self._names = {"__metadata__"}  # safetensors keeps this one for itself
         self._known: dict[tuple[object, ...], str] = {}
+
+    def fork(self) -> Collector:
+        """Another one that knows the same leaves."""
+        other = Collector()
+        other.leaves, other._names, other._known = list(self.leaves), set(self._names), dict(self._known)
+        return other
+
+    def encode(self, value: Any, path: tree.Path) -> Any:
+        """Typed JSON of a value; its tensors are collected. Raises StateError."""
+        return tree.encode(value, path, self.extern)
 
     def extern(self, value: Any, path: tree.Path) -> Any:
         if isinstance(value, torch.Tensor):
@@ -173,7 +186,7 @@ def _check_array_type(numpy: Any, value: Any, path: tree.Path) -> None:
 
 
 class _Builder:
-    """Gives values back for the tags of `_Collector`."""
+    """Gives values back for the tags of `Collector`."""
 
     def __init__(self, leaf: Callable[[str], torch.Tensor]) -> None:
         self._leaf = leaf

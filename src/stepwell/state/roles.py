@@ -9,7 +9,7 @@ Holds:   what is not known to be managed or frozen is loose. Loose is always rig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,11 +36,18 @@ def _key(tensor: torch.Tensor) -> _Key:
     return tensor.device, tensor.data_ptr(), tensor.numel()
 
 
-def assign_roles(leaves: Sequence[Leaf], tracked: Sequence[Tracked], not_frozen: set[str]) -> list[Role]:
+class Owners:
+    """Which tensors the optimizers and modules hold, as they are when it is made."""
+
+    def __init__(self, tracked: Sequence[Tracked]) -> None:
+        self.managed = _managed(tracked)
+        self.frozen = _frozen(tracked)
+        self.kinds = {item.name: "buffer" if item.module is not None else "value" for item in tracked}
+
+
+def assign_roles(leaves: Sequence[Leaf], owners: Owners, not_frozen: Container[str]) -> list[Role]:
     """The role of each leaf. `not_frozen`: leaves that were seen to change and are not to be trusted as frozen."""
-    managed = _managed(tracked)
-    frozen = _frozen(tracked)
-    kinds = {item.name: "buffer" if item.module is not None else "value" for item in tracked}
+    managed, frozen, kinds = owners.managed, owners.frozen, owners.kinds
     roles = []
     for leaf in leaves:
         key = _key(leaf.tensor)

@@ -1,0 +1,86 @@
+"""Many device-to-host copies as one launch: a CUDA graph of copy nodes, made without capturing anything.
+
+Owns:    the calls into CUDA's runtime library that torch does not offer.
+Holds:   built and launched from any thread, whatever the training thread captures meanwhile. Where the library is not
+         found (another vendor) the copies are issued one by one: the same bytes, some milliseconds more of the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+
+_DEVICE_TO_HOST: Final = 2
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""Target in page-locked memory and source on the device, both flat, of the same type and size."""
+
+
+@lru_cache(maxsize=1)
+def _runtime() -> Any:
+    """CUDA's runtime library as torch loaded it; None if it is not there or lacks what is needed."""
+    try:
+        with open("/proc/self/maps") as file:
+            path = next((line.split()[-1] for line in file if "libcudart.so" in line), None)
+        if path is None:
+            return None
+        library, pointer, size = ctypes.CDLL(path), ctypes.c_void_p, ctypes.c_size_t
+        library.cudaGraphCreate.argtypes = [pointer, ctypes.c_uint]
+        library.cudaGraphAddMemcpyNode1D.argtypes = [
+            pointer, pointer, pointer, size, pointer, pointer, size, ctypes.c_int,
+        ]  # fmt: skip
+        library.cudaGraphInstantiateWithFlags.argtypes = [pointer, pointer, ctypes.c_ulonglong]
+        library.cudaGraphLaunch.argtypes = [pointer, pointer]
+        library.cudaGraphDestroy.argtypes = library.cudaGraphExecDestroy.argtypes = [pointer]
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+class CopyBatch:
+    """Copies that are launched together, as often as wanted, between the same addresses."""
+
+    def __init__(self, copies: Sequence[Copy]) -> None:
+        self._copies = copies
+        self._launchable: ctypes.c_void_p | None = None
+        if _runtime() is not None and len(copies) > 1:
+            self._launchable = self._build()
+
+    def _build(self) -> ctypes.c_void_p | None:
+        library, graph, before = _runtime(), ctypes.c_void_p(), ctypes.c_void_p()
+        if library.cudaGraphCreate(ctypes.byref(graph), 0):
+            return None
+        try:
+            for number, (target, source) in enumerate(self._copies):
+                node = ctypes.c_void_p()
+                where, whence = target.data_ptr(), source.data_ptr()
+                if library.cudaGraphAddMemcpyNode1D(
+                    ctypes.byref(node), graph, ctypes.byref(before) if number else None, min(1, number),
+                    where, whence, source.nbytes, _DEVICE_TO_HOST,
+                ):  # fmt: skip
+                    return None
+                before = node
+            launchable = ctypes.c_void_p()
+            failed = library.cudaGraphInstantiateWithFlags(ctypes.byref(launchable), graph, 0)
+            return None if failed else launchable
+        finally:
+            library.cudaGraphDestroy(graph)
+
+    def launch(self, stream: torch.cuda.Stream) -> None:
+        """Issue all copies on a stream, which must be the current one. Raises RuntimeError."""
+        if self._launchable is None:
+            for target, source in self._copies:
+                target.copy_(source, non_blocking=True)
+            return
+        status = _runtime().cudaGraphLaunch(self._launchable, stream.cuda_stream)
+        if status:
+            raise RuntimeError(f"CUDA refused to launch the copies of a snapshot (error {status})")
+
+    def close(self) -> None:
+        """Let go of the graph. It must not be running."""
+        if self._launchable is not None:
+            _runtime().cudaGraphExecDestroy(self._launchable)
+            self._launchable = None

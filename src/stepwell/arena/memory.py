@@ -99,9 +99,13 @@ class Arena:
         """Address of the mapping in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
-    def fault_in(self) -> None:
-        """Map all pages now, so that the first snapshot does not. Blocks without the interpreter lock."""
-        _libc.madvise(ctypes.c_void_p(self.address()), ctypes.c_size_t(self.shape.nbytes), _MADV_POPULATE_WRITE)
+    def fault_in(self, part: int = 0, parts: int = 1) -> None:
+        """Map all pages now (or one of several parts), so that the first snapshot does not. Blocks without the lock of
+        the interpreter.
+        """
+        step = whole_pages(-(-self.shape.nbytes // parts))
+        start, end = min(part * step, self.shape.nbytes), min((part + 1) * step, self.shape.nbytes)
+        _libc.madvise(ctypes.c_void_p(self.address() + start), ctypes.c_size_t(end - start), _MADV_POPULATE_WRITE)
 
     def image(self, index: int, nbytes: int) -> memoryview:
         """The first `nbytes` of a slot."""

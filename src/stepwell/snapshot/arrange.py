@@ -37,16 +37,26 @@ class Arrangement:
     rest: Program
     devices: dict[torch.device, DeviceProgram] = field(default_factory=dict)
 
-    def on_devices(self, *, with_frozen: bool) -> Iterator[tuple[torch.device, DeviceProgram, bool]]:
-        """Device, program, and whether it fills the live image (or the frozen one)."""
+    def device_bytes(self, device: torch.device) -> int:
+        """How much of the live image comes from a device."""
+        programs = (self.fixed, self.rest)
+        return sum(source.nbytes for program in programs for source in program.device.get(device, []))
+
+    def kept_devices(self) -> Iterator[tuple[torch.device, DeviceProgram]]:
+        """Programs of the leaves that stay."""
         for device, sources in self.fixed.device.items():
             if device not in self.devices:
-                self.devices[device] = DeviceProgram(sources)
-            yield device, self.devices[device], True
+                self.devices[device] = DeviceProgram(sources, is_kept=True)
+            yield device, self.devices[device]
+
+    def on_devices(self, *, with_frozen: bool) -> Iterator[tuple[torch.device, DeviceProgram, bool]]:
+        """Device, program, and whether it fills the live image (or the frozen one)."""
+        for device, program in self.kept_devices():
+            yield device, program, True
         for device, sources in self.rest.device.items():
             yield device, DeviceProgram(sources), True
-        for program in (self.fixed, self.rest) if with_frozen else ():
-            for device, sources in program.frozen_device.items():
+        for part in (self.fixed, self.rest) if with_frozen else ():
+            for device, sources in part.frozen_device.items():
                 yield device, DeviceProgram(sources), False
 
 

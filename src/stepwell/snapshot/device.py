@@ -8,6 +8,7 @@ Holds:   everything is ordered by streams and events; the host never waits here,
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,32 +27,37 @@ _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Bytes are copied as integers of their width: no type is special."""
 
 
-@dataclass(frozen=True)
 class Run:
     """Leaves that lie one after the other in the image: staged into one buffer, copied to the host in one piece."""
 
-    start: int
-    kind: torch.dtype
-    sources: list[torch.Tensor]
-    counts: list[int]
+    def __init__(self, start: int, kind: torch.dtype) -> None:
+        self.start = start
+        self.kind = kind
+        self.sources: list[torch.Tensor] = []
+        self.counts: list[int] = []
+        self.nbytes = 0
+        self._flat: list[torch.Tensor] = []
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the buffer."""
-        return sum(self.counts) * self.kind.itemsize
+    def add(self, source: Source) -> None:
+        """The next leaf."""
+        self.sources.append(source.tensor)
+        self.counts.append(source.nbytes // self.kind.itemsize)
+        self.nbytes += source.nbytes
+        if source.tensor.is_contiguous():
+            self._flat.append(source.tensor.view(-1).view(self.kind))
 
     def stage(self) -> torch.Tensor:
         """A private copy on the device, on the current stream. Raises torch.OutOfMemoryError."""
-        buffer = torch.empty(sum(self.counts), dtype=self.kind, device=self.sources[0].device)
-        flat, views = [], []
-        for source, view in zip(self.sources, buffer.split(self.counts), strict=True):
-            if source.is_contiguous():
-                flat.append(source.view(-1).view(self.kind))
-                views.append(view)
-            else:
-                view.view(source.dtype).view(source.shape).copy_(source)
-        if flat:
-            torch._foreach_copy_(views, flat)
+        buffer = torch.empty(self.nbytes // self.kind.itemsize, dtype=self.kind, device=self.sources[0].device)
+        views = list(buffer.split(self.counts))
+        if len(self._flat) < len(self.sources):
+            pairs = list(zip(self.sources, views, strict=True))
+            views = [view for source, view in pairs if source.is_contiguous()]
+            for source, view in pairs:
+                if not source.is_contiguous():
+                    view.view(source.dtype).view(source.shape).copy_(source)
+        if views:
+            torch._foreach_copy_(views, self._flat)
         return buffer
 
 
@@ -60,16 +66,16 @@ def _runs(sources: Sequence[Source]) -> list[Run]:
     for source in sorted(sources, key=lambda source: source.start):
         kind = _WIDE.get(source.tensor.element_size(), torch.int64)
         if not found or found[-1].kind != kind or found[-1].start + found[-1].nbytes != source.start:
-            found.append(Run(source.start, kind, [], []))
-        found[-1].sources.append(source.tensor)
-        found[-1].counts.append(source.nbytes // kind.itemsize)
+            found.append(Run(source.start, kind))
+        found[-1].add(source)
     return found
 
 
 class DeviceProgram:
-    """Leaves of one device. Made once for leaves that stay: then the copies out of live tensors are made once, too."""
+    """Leaves of one device. One that is kept, for leaves that stay, prepares the copies out of live tensors once."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Source], *, is_kept: bool = False) -> None:
+        self._is_kept = is_kept
         self._chunks = _chunks([source for source in sources if source.is_direct])
         self._staged = _runs([source for source in sources if not source.is_direct])
         self._all = _runs(sources)
@@ -79,6 +85,7 @@ class DeviceProgram:
             if source.is_checked and source.tensor.is_floating_point() and source.tensor.element_size() > 1
         ]
         self._batches: dict[tuple[int, int], list[tuple[int, CopyBatch]]] = {}
+        self._lock = threading.Lock()
 
     def runs(self, strategy: Strategy) -> list[Run]:
         """What has to be staged at the trigger."""
@@ -88,11 +95,13 @@ class DeviceProgram:
         """Copies of live tensors into the slot that `key` names, each with its first byte in the image."""
         if strategy == "device":
             return []
-        if key not in self._batches:
-            self._batches[key] = [
-                (chunk[0].start, CopyBatch([_pair(image, source) for source in chunk])) for chunk in self._chunks
-            ]
-        return self._batches[key]
+        with self._lock:
+            if key not in self._batches:
+                self._batches[key] = [
+                    (chunk[0].start, CopyBatch([_pair(image, source) for source in chunk], prepare=self._is_kept))
+                    for chunk in self._chunks
+                ]
+            return self._batches[key]
 
     def starts(self, strategy: Strategy) -> list[int]:
         """First byte of every piece that is copied late."""
@@ -101,9 +110,24 @@ class DeviceProgram:
 
     def close(self) -> None:
         """Let go of the prepared copies. None may be running."""
-        for _, batch in (pair for pairs in self._batches.values() for pair in pairs):
-            batch.close()
-        self._batches.clear()
+        with self._lock:
+            for _, batch in (pair for pairs in self._batches.values() for pair in pairs):
+                batch.close()
+            self._batches.clear()
+
+    def largest(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The largest magnitude of each leaf in question, on the device and (later) on the host: infinite or NaN if one
+        of its values is. Issued on the current stream.
+        """
+        if not self.checked:
+            return None
+        found = list(torch._foreach_norm([source.tensor for source in self.checked], float("inf")))
+        if len({value.dtype for value in found}) > 1:
+            found = [value.float() for value in found]
+        on_device = torch.stack(found).float()
+        return on_device, torch.empty(len(found), dtype=torch.float32, pin_memory=True).copy_(
+            on_device, non_blocking=True
+        )
 
 
 def _chunks(sources: Sequence[Source]) -> list[list[Source]]:
@@ -139,8 +163,7 @@ class DeviceJob:
     done: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event(blocking=True))
     issued: threading.Event = field(default_factory=threading.Event)
     marks: list[tuple[int, torch.cuda.Event]] = field(default_factory=list)
-    held: list[torch.Tensor] = field(default_factory=list)
-    largest: torch.Tensor | None = None
+    largest: tuple[torch.Tensor, torch.Tensor] | None = None
     wait_from: torch.cuda.Event | None = None
     wait_to: torch.cuda.Event | None = None
 
@@ -164,7 +187,9 @@ class DeviceJob:
                     mark = torch.cuda.Event(blocking=True)
                     mark.record(side)
                     self.marks.append((start, mark))
-                self._check(check)
+                with torch.cuda.stream(check):
+                    check.wait_event(self.ready)
+                    self.largest = self.program.largest()
                 side.wait_stream(check)
                 self.done.record(side)
         finally:
@@ -174,20 +199,6 @@ class DeviceJob:
         low = start - run.start
         piece = buffer.view(torch.uint8)[low : low + _CHUNK_BYTES]
         self.image[start : start + piece.numel()].copy_(piece, non_blocking=True)
-
-    def _check(self, stream: torch.cuda.Stream) -> None:
-        """The largest magnitude of each leaf in question: infinite or NaN if one of its values is."""
-        if not self.program.checked:
-            return
-        with torch.cuda.stream(stream):
-            stream.wait_event(self.ready)
-            largest = list(torch._foreach_norm([source.tensor for source in self.program.checked], float("inf")))
-            if len({value.dtype for value in largest}) > 1:
-                largest = [value.float() for value in largest]
-            on_device = torch.stack(largest).float()
-            self.held += [*largest, on_device]
-            self.largest = torch.empty(len(largest), dtype=torch.float32, pin_memory=True)
-            self.largest.copy_(on_device, non_blocking=True)
 
     def gate(self) -> None:
         """Let the compute stream wait for the copy, on the device. The host waits at most for the copier's launches."""
@@ -213,11 +224,10 @@ class DeviceJob:
             if self.is_live:
                 on_copied(start)
         self.done.synchronize()
-        self.held.clear()
         self.staged.clear()
         if self.largest is None:
             return []
-        fine = torch.isfinite(self.largest).tolist()
+        fine = torch.isfinite(self.largest[1]).tolist()
         return [source.name for source, is_fine in zip(self.program.checked, fine, strict=True) if not is_fine]
 
 
@@ -244,18 +254,34 @@ class DeviceCopier:
         """Stage what may change, on the compute stream: ordered after the step that made it, before anything that
         could change it. Raises torch.OutOfMemoryError only for strategy `device`.
         """
-        if device not in self._streams:
-            self._streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
-        compute = torch.cuda.current_stream(device)
+        streams, compute = self._side_streams(device), torch.cuda.current_stream(device)
         with torch.cuda.device(device):
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record(compute)
             staged = _stage(program.runs(strategy), strategy, image)
             after.record(compute)
-        job = DeviceJob(device, strategy, program, image, key, is_live, self._streams[device], after, staged)
+        job = DeviceJob(device, strategy, program, image, key, is_live, streams, after, staged)
         if strategy == "device":
             job.wait_from, job.wait_to = before, after
         return job
+
+    def _side_streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        if device not in self._streams:
+            self._streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return self._streams[device]
+
+    def rehearse(
+        self, device: torch.device, program: DeviceProgram, images: dict[tuple[int, int], torch.Tensor]
+    ) -> None:
+        """Prepare the copies into each slot, and use every kernel once: its first use holds the device up."""
+        with torch.cuda.device(device), torch.cuda.stream(self._side_streams(device)[1]):
+            for key, image in images.items():
+                program.batches(image, key, "overlap")
+            with contextlib.suppress(torch.OutOfMemoryError):
+                for run in program.runs("overlap"):
+                    run.stage()
+                program.largest()
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _stage(runs: Sequence[Run], strategy: Strategy, image: torch.Tensor) -> list[tuple[Run, torch.Tensor]]:

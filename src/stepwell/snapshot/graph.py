@@ -41,12 +41,12 @@ def _runtime() -> Any:
 
 
 class CopyBatch:
-    """Copies that are launched together, as often as wanted, between the same addresses."""
+    """Copies that are launched together. With `prepare` as one unit, which pays from the second launch on."""
 
-    def __init__(self, copies: Sequence[Copy]) -> None:
+    def __init__(self, copies: Sequence[Copy], *, prepare: bool) -> None:
         self._copies = copies
         self._launchable: ctypes.c_void_p | None = None
-        if _runtime() is not None and len(copies) > 1:
+        if prepare and len(copies) > 1 and _runtime() is not None:
             self._launchable = self._build()
 
     def _build(self) -> ctypes.c_void_p | None:

@@ -7,6 +7,7 @@ Holds:   the newest complete slot is not claimed while another is free; the cap 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -100,9 +101,8 @@ class SlotPool:
                 self._drop(old)
             arena, page_locked = self._allocate(plan, generation), False
             if arena is not None:
+                _fault_in(arena)  # before it is locked: a driver that has to do it holds the device up for seconds
                 page_locked = self._pages.lock(arena)
-                if not page_locked:
-                    arena.fault_in()
                 on_ready(arena)
                 shape = arena.shape
                 self._log.emit(
@@ -235,6 +235,17 @@ class SlotPool:
     def _drop(self, arena: Arena) -> None:
         self._pages.unlock(arena)  # before the memory goes: the driver keeps page-locked memory by address
         arena.close()
+
+
+def _fault_in(arena: Arena) -> None:
+    """On a quarter of the cores, in the background of training."""
+    parts = max(1, min(8, (os.cpu_count() or 1) // 4)) if arena.shape.nbytes > 1 << 30 else 1
+    threads = [threading.Thread(target=arena.fault_in, args=(part, parts), daemon=True) for part in range(1, parts)]
+    for thread in threads:
+        thread.start()
+    arena.fault_in(0, parts)
+    for thread in threads:
+        thread.join()
 
 
 def _count(slots: int) -> str:

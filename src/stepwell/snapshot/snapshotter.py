@@ -30,6 +30,9 @@ from stepwell.snapshot.stream import Answers, stream_image
 from stepwell.state.flatten import Flat
 from stepwell.state.tracked import Tracked
 
+_DEVICE_COPY_SECONDS, _DEVICE_COPY_RATE = 0.002, 2e12
+"""What a copy on the device costs at best: launching it, and bytes a second."""
+
 
 class Snapshotter:
     """Takes snapshots of one run. Constructing only assigns; `open` says which lineage they belong to."""
@@ -95,12 +98,17 @@ class Snapshotter:
         if not self.pool.is_preparing and not self.pool.fits(arrangement.plan):
             self.drain()  # a copy into the old arena must be over before its memory goes
             self._let_go()
-            self.pool.prepare(arrangement.plan, self._number(), self._hand_over)
+            self.pool.prepare(arrangement.plan, self._number(), lambda arena: self._hand_over(arena, arrangement))
         return arrangement
 
-    def _hand_over(self, arena: Arena) -> None:
+    def _hand_over(self, arena: Arena, arrangement: Arrangement) -> None:
         """Called by the preparation thread: the agent gets the arena before any snapshot in it."""
         self._client.send_arena(vars(arena.shape), arena.fd)
+        if not self.pool.is_streaming:
+            slots, generation = range(arena.shape.slots), arena.shape.generation
+            images = {(generation, slot): self._image(arena, slot) for slot in slots}
+            for device, program in arrangement.kept_devices():
+                self._device.rehearse(device, program, images)
 
     def _let_go(self) -> None:
         self._arranger.let_go()
@@ -197,7 +205,7 @@ class Snapshotter:
             slot=slot.index,
             arena=arena,
             plan=plan,
-            strategy=self._choose(flat, meta["step"]),
+            strategy=self._choose(arrangement, meta["step"]),
             is_durable=meta["durable"],
             frozen_sequence=self.pool.frozen_sequence if plan.frozen is not None else 0,
             copies_frozen=copies_frozen,
@@ -268,22 +276,22 @@ class Snapshotter:
 
     # -- strategy -----------------------------------------------------------------------------------------------------
 
-    def _choose(self, flat: Flat, step: int) -> Strategy:
+    def _choose(self, arrangement: Arrangement, step: int) -> Strategy:
         """Blocking after a void snapshot; on the device where that is wished for, or measured to wait less."""
         if self._blocking_next or self._wanted == "blocking":
             self._blocking_next = False
             return "blocking"
-        devices = {leaf.tensor.device for leaf in flat.leaves if leaf.tensor.device.type == "cuda"}
+        devices = {*arrangement.fixed.device, *arrangement.rest.device}
         if not devices or self._wanted == "overlap":
             return "overlap"
         wanted: Strategy = "overlap"
         if self._wanted == "device":
             wanted = "device"
-        elif self._waits.get("overlap", 0.0) > self._waits.get("device", 0.0):
+        elif self._waits.get("overlap", 0.0) > self._waits.get("device", self._least_wait(arrangement)):
             wanted = "device"  # the gate was seen to wait; cloning on the device is tried, then the lesser wait stays
         if wanted == "device":
             for device in devices:
-                need = sum(leaf.tensor.nbytes for leaf in flat.leaves if leaf.tensor.device == device)
+                need = arrangement.device_bytes(device)
                 spare = spare_bytes(device)
                 if need > spare:
                     reason = f"{need} bytes on {device} do not fit into the {max(0, spare)} that are spare"
@@ -293,6 +301,11 @@ class Snapshotter:
         else:
             self._switch("overlap", step, "waits less at the gate" if self._waits else "nothing is measured yet")
         return wanted
+
+    def _least_wait(self, arrangement: Arrangement) -> float:
+        """A wait at the gate that copying on the device could hardly undercut, before that was ever tried."""
+        devices = {*arrangement.fixed.device, *arrangement.rest.device}
+        return _DEVICE_COPY_SECONDS + max(arrangement.device_bytes(device) for device in devices) / _DEVICE_COPY_RATE
 
     def _switch(self, strategy: Strategy, step: int, reason: str) -> None:
         if strategy != self._strategy:

@@ -19,12 +19,16 @@ SOAK_PARTS, SOAK_KILLS = 10, 50
 
 
 def kill_until(kills: int, first_seed: int, make_run: MakeRun, reference: Ending) -> tuple[int, int]:
-    """Torment one run after the other until so many kills have hit. Returns kills and runs."""
+    """Torment one run after the other until so many kills have hit. Returns kills and runs.
+
+    Every other run also keeps a snapshot of each step in memory.
+    """
     landed, runs = 0, 0
     while landed < kills:
         seed = first_seed + runs
         try:
-            landed += torment(make_run(f"run-{seed}", TRAIN_PACE="0.01"), seed, 6, reference)
+            env = {"TRAIN_PACE": "0.01", **({"TRAIN_IN_MEMORY": "1"} if runs % 2 else {})}
+            landed += torment(make_run(f"run-{seed}", **env), seed, 6, reference)
         except AssertionError as error:
             raise AssertionError(f"the run with seed {seed}: {error}") from error
         runs += 1

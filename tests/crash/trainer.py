@@ -26,7 +26,7 @@ def main() -> None:
 
     get = os.environ.get
     width, workers, pace = int(get("TRAIN_WIDTH", "64")), int(get("TRAIN_WORKERS", "0")), float(get("TRAIN_PACE", "0"))
-    memory = get("TRAIN_HOST_MEMORY")
+    memory, in_memory = get("TRAIN_HOST_MEMORY"), get("TRAIN_IN_MEMORY")
     torch.set_num_threads(1)
     torch.manual_seed(1)
     numpy.random.seed(2)
@@ -50,6 +50,7 @@ def main() -> None:
     ckpt = Checkpointer(
         sys.argv[1],
         policy=Every(steps=int(get("TRAIN_EVERY", "4"))),
+        memory=None if in_memory is None else Every(steps=int(in_memory)),
         data=loader,
         seed=7,
         host_memory=None if memory is None else int(memory),

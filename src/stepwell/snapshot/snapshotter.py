@@ -134,8 +134,8 @@ class Snapshotter:
         crash_point("trigger.begin")
         started = time.monotonic()
         if self._inflight is not None and not self._inflight.done.is_set():
-            # What only stays in memory is cheap to wait for: the device still has this iteration's work to do.
-            if not block and meta["durable"]:
+            # One that only stays in memory is taken at every step, so its copy is waited for: the device has work left.
+            if not block and meta["durable"] and self._inflight.is_durable:
                 return "the snapshot before is still being copied"
             self._inflight.wait()
         self.gate()

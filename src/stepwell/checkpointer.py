@@ -168,8 +168,7 @@ class Checkpointer:
             return
         self._committed_step = self._steps.step
         self._due.restart(self._steps.step, durable=True)
-        self._snapshotter.trust_frozen(flat := self._capture.flatten(self._own.capture()), reopened.frozen)
-        self._snapshotter.prepare(flat)
+        self._snapshotter.prepare(self._capture.flatten(self._own.capture()), frozen=reopened.frozen)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -253,7 +252,7 @@ class Checkpointer:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def save(self, *, name: str | None = None, files: Files | None = None) -> SaveHandle:
-        """Save now. Waits for memory and a free slot, not for the disk: see the handle.
+        """Save now. Waits for memory, a free slot and the copy of what is on the CPU, not for the disk: see the handle.
 
         After this iteration's optimizer step it counts as the end of the iteration: call it last in the loop body.
 
@@ -265,6 +264,7 @@ class Checkpointer:
         self._own.is_after_epoch = self.data.is_exhausted  # or it would run the code after the loop twice
         try:
             handle = self._save(block=True, name=name, files=check_files(files))
+            self._snapshotter.copy_now()  # asked for: on return a kill of this process loses nothing that is on the CPU
         finally:
             self._own.is_after_epoch = False
         assert handle is not None

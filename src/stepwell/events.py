@@ -164,6 +164,22 @@ class PruneFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Storage(Event):
+    """How a file system is written fastest was found out, with the bytes of checkpoints."""
+
+    file_system: str
+    threads: int
+    write_bytes: int
+    bytes_per_second: float
+    reason: str
+
+    def text(self) -> str:
+        rate = f"{self.bytes_per_second / 1e9:.1f} GB/s"
+        writes = f"{self.threads} thread{'' if self.threads == 1 else 's'}, writes of {self.write_bytes >> 20} MiB"
+        return f"storage ({self.file_system}): {writes}, {rate}; {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Restore(Event):
     """State was brought back. `redone`: steps done before the failure that have to be done again."""
 

@@ -33,7 +33,7 @@ POINTS: Final[dict[str, str]] = {
     "copy.done": "trainer: all bytes are there, the verdict is not",
     "copy.complete": "trainer: the snapshot is complete",
     "gate.passed": "trainer: the optimizer may step",
-    "persist.begin": "agent: a complete snapshot was picked up",
+    "persist.begin": "agent: a snapshot was picked up, complete or about to be",
     "shard.middle": "agent: half of the blocks are written",
     "shard.written": "agent: all blocks are written, not synced",
     "shard.synced": "agent: synced under the temporary name",

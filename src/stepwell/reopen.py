@@ -289,7 +289,7 @@ class _Memory:
 
         def open_source(file: FileEntry) -> Source:
             index = frozen if file is record.files[-1] and len(record.files) > 1 else slot
-            return MemorySource(arena.image(index, file.nbytes), file.name)
+            return MemorySource(arena.fd, arena.shape.start(index), file.nbytes, file.name)
 
         return _Candidate(record.id, "memory", lambda: record, open_source, record.suspect is not None)
 

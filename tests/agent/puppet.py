@@ -62,6 +62,7 @@ class Puppet:
         self._heard = threading.Condition()
         self._linger = linger
         self._number = 0
+        self._complete: dict[int, int] = {}
 
     def _on_message(self, message: Message) -> None:
         with self._heard:
@@ -121,12 +122,13 @@ class Puppet:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, slot: int) -> int:
+    def begin(self, step: int, slot: int, *, durable: bool = True) -> int:
         """Announce a snapshot. Returns its sequence number."""
         sequence = self.next_number()
         self.arena.claim(slot)
         self.fill_frozen()
-        self.client.begin({"type": "begin", **self.meta(step), "sequence": sequence, "slot": slot})
+        facts = {"sequence": sequence, "slot": slot} | ({} if durable else {"durable": False})
+        self.client.begin({"type": "begin", **self.meta(step), **facts})
         return sequence
 
     def fill_frozen(self) -> None:
@@ -157,6 +159,23 @@ class Puppet:
         self._fill(slot, self.live, step)
         self.arena.set_sequence(slot, sequence)
         self.arena.set_verdict(slot, sequence, is_good=True)
+        self._complete[slot] = sequence
+
+    def fill_half(self, step: int, slot: int, sequence: int) -> None:
+        """Half of the image is there, and the agent may know."""
+        image, kept = self.arena.image(slot, self.live.nbytes), self.live.nbytes // 2
+        self._fill(slot, self.live, step)
+        image[kept:] = bytes(self.live.nbytes - kept)
+        self.arena.set_filled(slot, sequence, kept)
+
+    def fill_all(self, step: int, slot: int, sequence: int) -> None:
+        """All bytes are there, the verdict is not."""
+        self._fill(slot, self.live, step)
+        self.arena.set_filled(slot, sequence, self.live.nbytes)
+
+    def temporary(self) -> list[Path]:
+        """Files of checkpoints that are not there yet."""
+        return [*self.paths.root.glob("step-*/*.safetensors.tmp")]
 
     def _fill(self, slot: int, layout: ShardLayout, step: int) -> None:
         (placed,) = layout.placements
@@ -187,7 +206,7 @@ class Puppet:
             run=self.run.id,
             id=CheckpointId(step, 0, self.lineage),
             owner=Owner(),
-            sequence=1,
+            sequence=self._complete[slot],
             slot=slot,
             arena=self.arena,
             layout=Layout.from_message(self.layout_message()),
@@ -215,9 +234,9 @@ class Puppet:
         return [entry.id.step for entry in self.good()]
 
 
-def make_orphan(root: Path, *, linger: float) -> int:
-    """A trainer in a process of its own saves step 1 and is killed. Returns the pid of the agent that lingers."""
-    command = [sys.executable, "-m", "tests.agent.puppet", str(root), str(linger)]
+def make_orphan(root: Path, *, linger: float, scene: str = "saved") -> int:
+    """A trainer in a process of its own saves step 1, plays a scene and is killed. Returns the pid of its agent."""
+    command = [sys.executable, "-m", "tests.agent.puppet", str(root), str(linger), scene]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         agent = int(trainer.stdout.readline())
@@ -227,10 +246,61 @@ def make_orphan(root: Path, *, linger: float) -> int:
     return agent
 
 
+def half_a_snapshot(puppet: Puppet) -> None:
+    puppet.fill_half(2, 0, puppet.begin(2, 0))
+    wait_for(puppet.temporary, "it is being written already")
+
+
+def all_but_a_verdict(puppet: Puppet) -> None:
+    puppet.fill_all(2, 0, puppet.begin(2, 0))
+    wait_for(puppet.temporary, "it is being written already")
+
+
+def newest_in_memory(puppet: Puppet) -> None:
+    for step in (2, 3):
+        puppet.complete(step, step % 2, puppet.begin(step, step % 2, durable=False))
+
+
+def newest_in_memory_is_filled_again(puppet: Puppet) -> None:
+    puppet.complete(2, 0, puppet.begin(2, 0, durable=False))
+    puppet.fill_half(3, 0, puppet.begin(3, 0, durable=False))  # step 1 is still whole in the other slot
+
+
+def newer_than_in_memory(puppet: Puppet) -> None:
+    puppet.complete(2, 0, puppet.begin(2, 0, durable=False))
+    puppet.wait("durable", sequence=_complete(puppet, 3))
+
+
+def older_still_to_be_written(puppet: Puppet) -> None:
+    """For an agent that stops before it writes step 2."""
+    _complete(puppet, 2)
+    puppet.complete(3, 1, puppet.begin(3, 1, durable=False))
+
+
+def _complete(puppet: Puppet, step: int) -> int:
+    sequence = puppet.begin(step, step % 2)
+    puppet.complete(step, step % 2, sequence)
+    return sequence
+
+
+SCENES: dict[str, Callable[[Puppet], None]] = {"saved": lambda _: None} | {
+    scene.__name__: scene
+    for scene in (
+        half_a_snapshot,
+        all_but_a_verdict,
+        newest_in_memory,
+        newest_in_memory_is_filled_again,
+        newer_than_in_memory,
+        older_still_to_be_written,
+    )
+}
+
+
 def main() -> None:
     puppet = Puppet(Path(sys.argv[1]), linger=float(sys.argv[2]))
     puppet.start()
-    assert puppet.save(1)["type"] == "durable"
+    puppet.wait("released", sequence=puppet.save(1)["sequence"])
+    SCENES[sys.argv[3]](puppet)
     print(puppet.client.pid, flush=True)
     signal.pause()
 
@@ -245,10 +315,10 @@ def verify(paths: RunPaths, entry: catalog.Entry) -> Record:
     """Every byte of a checkpoint is checked, and is what the puppet wrote at that step."""
     assert entry.manifest is not None, f"{entry.id}: {entry.damage}"
     record = catalog.read_record(paths, entry.manifest)
-    found: dict[str, bytes] = {}
+    found = {leaf.name: bytearray(leaf.end - leaf.start) for leaf in record.leaves}
 
     def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:
-        found[leaf.name] = found.get(leaf.name, b"") + bytes(data)
+        found[leaf.name][offset : offset + len(data)] = data
 
     read_record_leaves(record, lambda file: FileSource(entry.path / file.name), None, deliver)
     for leaf in record.leaves:

@@ -12,7 +12,9 @@ from typing import Any, cast
 
 import pytest
 
+from stepwell.agent import process
 from stepwell.agent.client import AgentClient, find_orphan
+from stepwell.agent.offer import PROTOCOL
 from stepwell.arena.channel import Channel, place
 from stepwell.errors import AgentError
 from stepwell.store.lineage import read_run
@@ -203,3 +205,48 @@ def test_a_peer_that_answers_and_leaves_at_once_is_heard() -> None:
     received = channel.receive()
     assert received is not None and received[0] == {"type": "refused"}
     channel.close()
+
+
+def test_an_offer_in_the_making_holds_nothing_up(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To hash a large snapshot takes long. Meanwhile the agent answers others, and does not leave."""
+    made, may_go_on = threading.Event(), threading.Event()
+
+    def slow(newest: object) -> tuple[dict[str, Any], list[int]]:
+        made.set()
+        assert may_go_on.wait(30)
+        return {"type": "offer"}, []
+
+    monkeypatch.setattr(process, "make_offer", slow)
+    ours, theirs = socket.socketpair()
+    agent = process.Agent(Channel(theirs))
+    agent.linger_seconds = 60.0
+    first, second = socket.socketpair(), socket.socketpair()
+    monkeypatch.setattr(process, "is_same_user", lambda _: True)
+    agent._leave_at = 0.0  # long ago
+    for pair in (first, second):
+        agent._listener = cast(socket.socket, Listener(pair[1]))
+        client = Channel(pair[0])
+        client.send({"type": "adopt", "protocol": PROTOCOL, "pid": os.getpid()})
+        agent._on_successor()
+        assert made.wait(30)
+    refused = Channel(second[0]).receive()
+    assert refused is not None and refused[0]["type"] == "refused"
+    assert not agent._is_over()
+    may_go_on.set()
+    wait_for(lambda: not agent._calls.empty(), "the offer is made")
+    agent._on_wake()
+    answer = Channel(first[0]).receive()
+    assert answer is not None and answer[0]["type"] == "offer"
+    assert agent._trainer_pid == os.getpid()
+    for sock in (ours, theirs, *first, *second):
+        sock.close()
+
+
+class Listener:
+    """Whoever asks is accepted with this socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def accept(self) -> tuple[socket.socket, str]:
+        return self._sock, ""

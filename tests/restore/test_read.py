@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -32,6 +34,17 @@ def leaves(cuts: list[int], end: int) -> list[LeafEntry]:
     ]
 
 
+@contextlib.contextmanager
+def in_memory(content: bytes, *, before: int = 0) -> Iterator[MemorySource]:
+    """An arena with something before and after the image."""
+    fd = os.memfd_create("test")
+    try:
+        os.write(fd, bytes(before) + content + b"after")
+        yield MemorySource(fd, before, len(content), "x")
+    finally:
+        os.close(fd)
+
+
 def read(source: Source, file: FileEntry, wanted: list[LeafEntry], *, check_all: bool) -> dict[str, bytearray]:
     found = {leaf.name: bytearray(leaf.end - leaf.start) for leaf in wanted}
 
@@ -56,10 +69,11 @@ def test_every_byte_arrives_where_it_belongs(tmp_path: Path, nbytes: int, data: 
     file = stored(content)
     every = leaves(data.draw(st.lists(st.integers(0, nbytes), max_size=8)), nbytes)
     wanted = [leaf for leaf in every if data.draw(st.booleans())]
-    for source in (FileSource(path), MemorySource(memoryview(bytearray(content)), "x")):
-        found = read(source, file, wanted, check_all=data.draw(st.booleans()))
-        for leaf in wanted:
-            assert found[leaf.name] == content[leaf.start : leaf.end]
+    with in_memory(content, before=data.draw(st.integers(0, 9000))) as memory:
+        for source in (FileSource(path), memory):
+            found = read(source, file, wanted, check_all=data.draw(st.booleans()))
+            for leaf in wanted:
+                assert found[leaf.name] == content[leaf.start : leaf.end]
 
 
 def test_only_the_blocks_that_are_needed_are_read_and_checked(tmp_path: Path) -> None:

@@ -1,19 +1,22 @@
-"""One complete snapshot's way to a committed checkpoint, in the order of the design; then retention.
+"""One snapshot's way to a committed checkpoint, in the order of the design; then retention.
 
-Before:  queue picked a complete snapshot.   After: the trainer is told.
-Holds:   the order shard, record, manifest, prune. A failure leaves older checkpoints untouched.
+Before:  queue picked a snapshot, complete or about to be.   After: the trainer is told.
+Holds:   the order shard, record, manifest, prune. No name but a temporary one before the snapshot is complete. A
+         failure leaves older checkpoints untouched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from stepwell import events, journal
-from stepwell.agent.queue import Pending
-from stepwell.agent.writer import copy_file, digest_image, write_image
+from stepwell.agent.queue import AbandonedError, Pending
+from stepwell.agent.tuning import Place, recall, remember
+from stepwell.agent.writer import Writer, copy_file, digest_image
 from stepwell.arena.memory import FROZEN
 from stepwell.errors import StepwellError
 from stepwell.faults import crash_point
@@ -23,19 +26,30 @@ from stepwell.format.record import FileEntry, Record, check_file_name
 from stepwell.store import catalog, commit, files, retention
 from stepwell.store.lineage import newest_number
 from stepwell.store.paths import RunPaths
+from stepwell.store.spare import Spare
 from stepwell.types import Keep
 
 
 class Persister:
     """Writes snapshots of one run. Remembers the last frozen file, to store it by reference while unchanged."""
 
-    def __init__(self, paths: RunPaths, log: journal.EventLog) -> None:
+    def __init__(
+        self, paths: RunPaths, log: journal.EventLog, writer: Writer | None = None, *, lineage: int = 0
+    ) -> None:
         self.paths = paths
+        self._lineage = lineage
         self.log = log
+        self._writer = Writer() if writer is None else writer
+        self._has_recalled = False
+        self._spare: Spare | None = None
         self._frozen: tuple[tuple[int, int], Path, FileEntry] | None = None
 
     def persist(self, pending: Pending) -> None:
-        """Make a snapshot durable and visible. Raises OSError or FencedError; older checkpoints stay as they are."""
+        """Make a snapshot durable and visible. Raises OSError or FencedError; older checkpoints stay as they are.
+
+        One that is not complete yet is written as its bytes arrive. Raises AbandonedError, with nothing left, if it
+        comes to nothing.
+        """
         started = time.monotonic()
         crash_point("persist.begin")
         if commit.was_committed(self.paths, pending.id):
@@ -44,7 +58,12 @@ class Persister:
             self._note_commit(pending, nbytes, started, is_suspect=pending.suspect() is not None)
             return
         directory = commit.open_checkpoint(self.paths, pending.id)
-        entries = [self._write_live(pending, directory)]
+        try:
+            entries = [self._write_live(pending, directory)]
+        except AbandonedError:
+            with contextlib.suppress(OSError):  # not empty: an agent that died here before us left something
+                files.remove_directory(directory)
+            raise
         if pending.layout.frozen_bytes:
             entries.append(self._write_frozen(pending, directory))
         self.finish(pending, entries, started)
@@ -94,7 +113,16 @@ class Persister:
         name, nbytes = f"{pending.owner.stem}.safetensors", pending.layout.nbytes
         temporary = directory / f"{name}{files.TEMPORARY}"
         image = pending.arena.image(pending.slot, pending.arena.shape.slot_bytes)
-        blocks = write_image(temporary, image, nbytes)
+        self._recall()
+        if self._spare is None:
+            self._spare = Spare(self.paths.root, pending.owner.stem, self._lineage)
+        is_there = self._spare.take(temporary)
+        blocks = self._writer.write(temporary, image, nbytes, pending.arrive, reuse=is_there)
+        try:
+            pending.wait_complete()  # before any name is given: bytes alone are no snapshot
+        except AbandonedError:
+            temporary.unlink(missing_ok=True)
+            raise
         commit.publish_file(temporary, directory / name)
         return FileEntry(name, "safetensors", nbytes, BLOCK_BYTES, blocks)
 
@@ -106,10 +134,36 @@ class Persister:
             return self._frozen[2]
         temporary = directory / f"{name}{files.TEMPORARY}"
         image = pending.arena.image(FROZEN, pending.arena.shape.frozen_bytes)
-        entry = FileEntry(name, "safetensors", nbytes, BLOCK_BYTES, write_image(temporary, image, nbytes))
+        entry = FileEntry(name, "safetensors", nbytes, BLOCK_BYTES, self._writer.write(temporary, image, nbytes))
         commit.publish_file(temporary, directory / name)
         self._frozen = (key, directory / name, entry)
         return entry
+
+    def _recall(self) -> None:
+        """Once: what an earlier agent found out about this file system."""
+        if not self._has_recalled:
+            self._has_recalled = True
+            with contextlib.suppress(OSError):
+                known = recall(self.paths.storage, Place.of(self.paths.root))
+                if known is not None:
+                    self._writer.tuner.use(*known)
+
+    def remember(self) -> None:
+        """If something was found out about the file system: say so, and keep it for the next start."""
+        tuner = self._writer.tuner
+        if not tuner.news:
+            return
+        place, reason, tuner.news = Place.of(self.paths.root), tuner.news, ""
+        self.log.emit(
+            events.Storage(
+                file_system=place.file_system,
+                threads=tuner.setting.threads,
+                write_bytes=tuner.setting.write_bytes,
+                bytes_per_second=tuner.rate,
+                reason=reason,
+            )
+        )
+        remember(self.paths.storage, place, tuner.setting, tuner.rate)
 
     def _attach(self, pending: Pending, directory: Path, name: str, source: str) -> FileEntry:
         final = check_file_name(f"{pending.owner.stem}.file.{name}", path=source)
@@ -118,30 +172,41 @@ class Persister:
         commit.publish_file(temporary, directory / final)
         return FileEntry(final, "opaque", nbytes, BLOCK_BYTES, blocks)
 
-    def prune(self, lineage: int, keep: Keep) -> None:
-        """Apply retention. Only the owner of the newest lineage may remove anything."""
-        self._remove(lineage, retention.surplus(catalog.scan(self.paths), keep))
-        self.sweep(lineage)
+    def prune(self, lineage: int, keep: Keep) -> bool:
+        """Apply retention. Only the owner of the newest lineage may remove anything. False if something failed."""
+        is_clean = self._remove(lineage, retention.surplus(catalog.scan(self.paths), keep))
+        return self.sweep(lineage) and is_clean
 
-    def sweep(self, lineage: int) -> None:
+    def sweep(self, lineage: int) -> bool:
         """Remove what processes that died left behind. Only the owner of the newest lineage may."""
         entries = catalog.scan(self.paths)
-        self._remove(lineage, [(entry, "never committed") for entry in retention.left_over(entries, lineage)])
+        left = [(entry, "never committed") for entry in retention.left_over(entries, lineage)]
+        is_clean = self._remove(lineage, left)
         if newest_number(self.paths) == lineage:
             retention.remove_strays(self.paths, entries, lineage)
+        return is_clean
 
-    def _remove(self, lineage: int, entries: Sequence[tuple[catalog.Entry, str]]) -> None:
+    def close(self) -> None:
+        """No more checkpoints: what was kept for the next one goes."""
+        if self._spare is not None:
+            with contextlib.suppress(OSError):  # swept by the next start
+                self._spare.drop()
+
+    def _remove(self, lineage: int, entries: Sequence[tuple[catalog.Entry, str]]) -> bool:
+        is_clean = True
         for entry, reason in entries:
             if newest_number(self.paths) != lineage:
-                return
+                break
             try:
                 if entry.is_committed:
-                    retention.remove_checkpoint(entry)
+                    retention.remove_checkpoint(entry, self._spare)
                 else:
                     retention.remove_directory(entry)
                 self.log.emit(events.Prune(directory=entry.id.directory, reason=reason))
             except (OSError, StepwellError) as error:
+                is_clean = False
                 self.log.emit(events.PruneFailed(directory=entry.id.directory, error=str(error)))
+        return is_clean
 
 
 def make_record(pending: Pending, entries: list[FileEntry]) -> Record:

@@ -1,9 +1,10 @@
-"""The agent's main loop: listens to the trainer, watches it, persists what is complete, lingers when it dies.
+"""The agent's main loop: listens to the trainer, watches it, lets complete snapshots go, lingers when it dies.
 
-Owns:    the process: its signals, its sockets, its one worker thread, its end.
+Owns:    the process: its signals, its sockets, its end.
+Not:     persisting (worker).
 Holds:   the trainer's death is seen through a pidfd (the socket's end comes late when loader workers hold it);
-         nothing incomplete is written; a failing disk means another try, never an exit; after a clean close or
-         after lingering in vain the process ends and leaves nothing behind.
+         no disk and no long computation holds this thread, but for streamed saves, whose trainer waits; after a clean
+         close or after lingering in vain the process ends and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -11,31 +12,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import selectors
 import signal
 import socket
 import sys
 import threading
 import time
-import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from stepwell import events, faults, journal
 from stepwell.agent.offer import make_offer, why_refused
-from stepwell.agent.persist import Persister
-from stepwell.agent.queue import Layout, Pending, PendingQueue
+from stepwell.agent.queue import Layout, Pending
 from stepwell.agent.stream import StreamedSave
+from stepwell.agent.worker import Worker
 from stepwell.arena.channel import Channel, Message, is_same_user, listen, place
 from stepwell.arena.memory import Arena, ArenaShape
-from stepwell.errors import FencedError, StepwellError
+from stepwell.errors import StepwellError
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
 from stepwell.types import CheckpointId, Keep, Owner
 
 _POLL_SECONDS: Final = 0.004
 _BEAT_SECONDS: Final = 15.0
-_RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
 
 
 class Agent:
@@ -43,28 +44,23 @@ class Agent:
 
     def __init__(self, channel: Channel) -> None:
         self.channel: Channel | None = channel
-        self.queue = PendingQueue()
+        self.worker = Worker()
         self.arenas: dict[int, Arena] = {}
         self.layouts: dict[int, Layout] = {}
         self.owner = Owner()
-        self.keep = Keep()
         self.run_id = ""
         self.lineage = 0
         self.linger_seconds = 60.0
         self.paths = RunPaths(Path())
-        self.log = journal.EventLog(Path(os.devnull), who="agent")
-        self.persister = Persister(self.paths, self.log)
         self.stream: StreamedSave | None = None
         self._trainer_pid = 0
         self._pidfd = -1
         self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
-        self._lock = threading.Condition()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._busy: Pending | None = None
-        self._outbox: list[Message] = []
+        self._lock = self.worker.lock
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
-        self._sweeps_due = 0
+        self._is_offering = False
         self._leave_at: float | None = None
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -73,42 +69,44 @@ class Agent:
         """Serve until closed, or until nobody came back."""
         assert self.channel is not None
         self._selector.register(self.channel, selectors.EVENT_READ, self._on_trainer)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
-        threading.Thread(target=self._work, daemon=True, name="stepwell-persist").start()
+        self._selector.register(self.worker.wake, selectors.EVENT_READ, self._on_wake)
+        self.worker.start()
         threading.Thread(target=self._beat, daemon=True, name="stepwell-beat").start()
         while not self._is_over():
             for key, _ in self._selector.select(self._timeout()):
                 key.data()
             self._tend()
+        self.worker.persister.close()
         if self.channel is not None:
             self._send({"type": "bye"})
 
     def _timeout(self) -> float:
         with self._lock:
-            if self.queue.has_incomplete():
+            if self.worker.queue.has_incomplete():
                 return _POLL_SECONDS
-        return 0.05 if self.queue.items or self._leave_at is not None else 1.0
+            return 0.05 if self.worker.queue.items or self._leave_at is not None else 1.0
 
     def _is_over(self) -> bool:
         with self._lock:
-            is_waiting = self._sweeps_due > 0 or any(not item.is_done for item in self.queue.items)
-            idle = self._busy is None and not is_waiting
-            if self._closing and idle:
+            if self._closing and self.worker.is_idle:
                 return True
-            return self._leave_at is not None and time.monotonic() > self._leave_at and self._busy is None
+            is_late = self._leave_at is not None and time.monotonic() > self._leave_at
+            return is_late and self.worker.busy is None and not self._is_offering
 
     def _tend(self) -> None:
         """After each round: release slots, tell the trainer, wake the worker."""
+        worker = self.worker
         with self._lock:
-            released = self.queue.collect(self._busy)
-            outbox, self._outbox = self._outbox, []
-            if self.queue.next_due() is not None:
+            released = worker.queue.collect(worker.busy)
+            outbox, worker.outbox = worker.outbox, []
+            if worker.queue.next_due() is not None:
                 self._lock.notify()
+            for generation in worker.queue.unused(self.arenas, worker.busy):
+                self.arenas.pop(generation).close()  # of a layout that nobody needs any more
         for message in outbox:
             self._send(message)
         for item in released:
             self._send({"type": "released", "sequence": item.sequence})
-        self._drop_old_arenas()
 
     def _beat(self) -> None:
         """Show other machines that this run is alive. A thread of its own: the file system may hang."""
@@ -125,7 +123,9 @@ class Agent:
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+            os.eventfd_read(self.worker.wake)
+        while not self._calls.empty():
+            self._calls.get()()
 
     # -- messages from the trainer ----------------------------------------------------------------------------------
 
@@ -145,13 +145,9 @@ class Agent:
         with self._lock:
             self.run_id, self.lineage = message["run"], message["lineage"]
             self.owner = Owner(message["rank"], message["world_size"])
-            self.keep = Keep(**message["keep"])
             self.linger_seconds = message["linger"]
             self.paths = RunPaths(Path(message["root"]))
-            self.log.close()
-            self.log = journal.EventLog(self.paths.events, who="agent", lineage=self.lineage)
-            self.persister = Persister(self.paths, self.log)
-            self._sweeps_due += 1
+            self.worker.serve(self.paths, self.lineage, Keep(**message["keep"]))
             self._leave_at = None
         if self._listener is None:
             self._listener = listen(place(self.run_id, self.paths.root), self.owner.rank)
@@ -192,22 +188,23 @@ class Agent:
 
     def _do_begin(self, message: Message) -> None:
         with self._lock:
-            self.queue.add(self._pending(message))
+            self.worker.queue.add(self._pending(message))
 
     def _do_make_room(self, message: Message) -> None:
         with self._lock:
-            self.queue.is_room_wanted = True
+            self.worker.queue.is_room_wanted = True
 
     def _do_close(self, message: Message) -> None:
         self._closing = True
         with self._lock:
-            self.queue.drop_incomplete()
+            self.worker.queue.drop_incomplete()
+            self.worker.queue.drop_unwanted()
         self._leave_at = time.monotonic() + message["seconds"]
 
     # -- streamed saves: the trainer waits, so this thread may work -----------------------------------------------
 
     def _do_stream(self, message: Message) -> None:
-        self.stream = StreamedSave(self.persister, self._pending(message))
+        self.stream = StreamedSave(self.worker.persister, self._pending(message))
         self._streaming(self.stream.open)
 
     def _do_chunk(self, message: Message) -> None:
@@ -225,8 +222,8 @@ class Agent:
             stream.pending.arena.set_suspects(stream.pending.slot, message["suspects"], message["first"])
         if self._streaming(stream.finish):
             self.stream = None
-            self._after_commit(stream.pending, 0.0)
-            self._outbox.append({"type": "released", "sequence": stream.pending.sequence})
+            self.worker.after_commit(stream.pending, 0.0)
+            self.worker.outbox.append({"type": "released", "sequence": stream.pending.sequence})
 
     def _streaming(self, work: Any) -> bool:
         try:
@@ -235,69 +232,10 @@ class Agent:
             assert self.stream is not None
             stream, self.stream = self.stream, None
             stream.abort()
-            self._note_failure(stream.pending, error, final=True)
-            self._outbox.append({"type": "released", "sequence": stream.pending.sequence})
+            self.worker.note_failure(stream.pending, error, final=True)
+            self.worker.outbox.append({"type": "released", "sequence": stream.pending.sequence})
             return False
         return True
-
-    # -- the worker thread --------------------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        try:
-            self._work_on()
-        except BaseException:  # a thread that ends quietly would leave an agent that never writes again
-            traceback.print_exc()
-            os._exit(1)  # the trainer starts another one
-
-    def _work_on(self) -> None:
-        while True:
-            with self._lock:
-                self._busy = None
-                os.eventfd_write(self._wake, 1)
-                while (pending := self.queue.next_due()) is None and not self._sweeps_due:
-                    self._lock.wait(0.2)
-                self._busy, sweeps = pending, self._sweeps_due
-            if pending is not None:
-                self._persist(pending)
-                continue
-            with contextlib.suppress(OSError, StepwellError):  # the same again after the next commit
-                self.persister.sweep(self.lineage)
-            with self._lock:
-                self._sweeps_due -= sweeps
-
-    def _persist(self, pending: Pending) -> None:
-        started = time.monotonic()
-        try:
-            self.persister.persist(pending)
-        except (OSError, StepwellError) as error:
-            self._note_failure(pending, error, final=isinstance(error, FencedError))
-        else:
-            self._after_commit(pending, time.monotonic() - started)
-
-    def _after_commit(self, pending: Pending, seconds: float) -> None:
-        with self._lock:
-            pending.is_done = True
-            facts = {"sequence": pending.sequence, "step": pending.id.step, "directory": pending.id.directory}
-            self._outbox.append({"type": "durable", **facts, "seconds": seconds})
-        os.eventfd_write(self._wake, 1)
-        with contextlib.suppress(OSError, StepwellError):  # told by its own event; there is always a next time
-            self.persister.prune(self.lineage, self.keep)
-
-    def _note_failure(self, pending: Pending, error: Exception, *, final: bool) -> None:
-        if isinstance(error, FencedError):
-            self.log.emit(events.Fenced(lineage=pending.id.lineage, newest=int(str(error.fields["newest"]))))
-        delay = _RETRY_SECONDS[min(pending.failures, len(_RETRY_SECONDS) - 1)]
-        action = "given up" if final else f"trying again in {delay} s, or with the next snapshot"
-        self.log.emit(events.PersistFailed(step=pending.id.step, error=str(error), action=action))
-        with self._lock:
-            pending.failures += 1
-            pending.not_before = time.monotonic() + delay
-            pending.is_done = final
-            facts = {"sequence": pending.sequence, "step": pending.id.step, "error": str(error), "final": final}
-            self._outbox.append(
-                {"type": "failed", **facts, "fenced": isinstance(error, FencedError), "lineage": pending.id.lineage}
-            )
-        os.eventfd_write(self._wake, 1)
 
     # -- death and succession -----------------------------------------------------------------------------------------
 
@@ -314,12 +252,14 @@ class Agent:
             self.stream.abort()  # the rest never comes
             self.stream = None
         with self._lock:
-            self.queue.drop_incomplete()
-            pending = len([item for item in self.queue.items if not item.is_done])
+            self.worker.queue.drop_incomplete()
+            if not self._closing:
+                self.worker.queue.want_newest()
+            pending = len([item for item in self.worker.queue.items if not item.is_done])
         progress = read_progress(self.paths.progress)
         if not self._closing:
             step = progress.step if progress is not None and progress.pid == self._trainer_pid else 0
-            self.log.emit(events.TrainerDeath(pid=self._trainer_pid, step=step, pending=pending))
+            self.worker.log.emit(events.TrainerDeath(pid=self._trainer_pid, step=step, pending=pending))
         self._trainer_pid = 0
         self._leave_at = time.monotonic() + (0 if self._closing and not pending else self.linger_seconds)
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 2)  # `train 2>&1 | tee` must not wait for us
@@ -352,7 +292,8 @@ class Agent:
             if received is None or received[0].get("type") != "adopt":
                 channel.close()
                 return
-            refusal = why_refused(received[0], trainer=self._trainer_pid, is_closing=self._closing)
+            is_taken = self._closing or self._is_offering
+            refusal = why_refused(received[0], trainer=self._trainer_pid, is_closing=is_taken)
             if refusal is not None:
                 channel.send({"type": "refused", "reason": refusal, "trainer": self._trainer_pid})
                 channel.close()
@@ -362,25 +303,36 @@ class Agent:
             channel.close()
 
     def _offer(self, channel: Channel, pid: int) -> None:
-        """Hand the arena over; the successor becomes our trainer when it says hello on this connection."""
+        """Hand the arena over. A thread makes the offer: to hash a snapshot that is not written yet takes a while."""
         with self._lock:
-            newest = self.queue.newest_complete
-            if newest is not None and not newest.is_complete:
-                newest = None  # its slot was being filled again when the trainer died
-        offer, fds = make_offer(newest)
-        channel.send(offer, fds)
-        self.log.emit(events.Adopted(pid=pid, complete=len(fds)))
+            newest = self.worker.queue.newest_complete
+        self._is_offering = True
+
+        def prepare() -> None:
+            try:
+                offer, fds = make_offer(newest)
+            except Exception:  # the successor waits for an answer, whatever is wrong with the snapshot
+                events.logger.exception("no snapshot is offered to process %d", pid)
+                offer, fds = make_offer(None)
+            self._calls.put(lambda: self._hand_over(channel, pid, offer, fds))
+            os.eventfd_write(self.worker.wake, 1)
+
+        threading.Thread(target=prepare, daemon=True, name="stepwell-offer").start()
+
+    def _hand_over(self, channel: Channel, pid: int, offer: Message, fds: list[int]) -> None:
+        """The successor becomes our trainer when it says hello on this connection."""
+        self._is_offering = False
+        self._leave_at = time.monotonic() + self.linger_seconds
+        try:
+            channel.send(offer, fds)
+            self._watch(pid)
+        except OSError:  # it is gone
+            channel.close()
+            return
+        self.worker.log.emit(events.Adopted(pid=pid, complete=len(fds)))
         channel.socket.settimeout(None)
         self.channel = channel
-        self._leave_at = time.monotonic() + self.linger_seconds
-        self._watch(pid)
         self._selector.register(channel, selectors.EVENT_READ, self._on_trainer)
-
-    def _drop_old_arenas(self) -> None:
-        """Free memory of layouts that nobody needs any more."""
-        with self._lock:
-            for generation in self.queue.unused(self.arenas):
-                self.arenas.pop(generation).close()
 
 
 def main() -> None:

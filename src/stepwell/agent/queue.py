@@ -2,19 +2,26 @@
 
 Owns:    which of them is complete, which comes next, and which is given up for a newer one.
 Holds:   in order; a snapshot whose write failed is given up only when a newer one is complete, or waits for the only
-         slot; nothing incomplete is ever handed on.
+         slot; writing may begin before a snapshot is complete, if no complete one waits, and is for nothing if it never
+         becomes so; one that is not wanted on disk is kept for a successor until a newer one is complete.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from stepwell.arena.memory import FROZEN, Arena
 from stepwell.format.record import LeafEntry, Record
 from stepwell.types import CheckpointId, Owner
+
+_POLL_SECONDS: Final = 0.0015
+
+
+class AbandonedError(Exception):
+    """A snapshot that was being written ahead of its completion came to nothing. No failure: nobody was promised it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ def _leaf(**fields: Any) -> LeafEntry:
     return LeafEntry(**values)
 
 
-@dataclass
+@dataclass(eq=False)
 class Pending:
     """One snapshot on its way. `meta` is the trainer's begin message."""
 
@@ -55,6 +62,12 @@ class Pending:
     not_before: float = 0.0
     record: Record | None = None
     is_done: bool = False
+    is_dropped: bool = False
+    is_wanted: bool = field(init=False)
+    """Whether it is to be written. If not it only waits in memory, for a successor."""
+
+    def __post_init__(self) -> None:
+        self.is_wanted = self.meta.get("durable", True)
 
     @property
     def is_complete(self) -> bool:
@@ -68,6 +81,34 @@ class Pending:
     def is_void(self) -> bool:
         """The guard threw it away."""
         return self.arena.is_void(self.slot, self.sequence)
+
+    @property
+    def has_begun(self) -> bool:
+        """Some of its bytes are final, and nothing speaks against it so far."""
+        return not self.failures and not self.is_dropped and not self.is_void and self._ready_bytes() > 0
+
+    def _ready_bytes(self) -> int:
+        if self.is_complete:
+            return self.layout.nbytes
+        return self.arena.filled(self.slot, self.sequence)
+
+    def arrive(self, nbytes: int) -> float:
+        """Wait until so many leading bytes are final; returns for how long. Raises AbandonedError if they never are."""
+        return self._wait(lambda: self._ready_bytes() >= nbytes)
+
+    def wait_complete(self) -> None:
+        """Wait until it counts. Raises AbandonedError if it does not."""
+        self._wait(lambda: self.is_complete)
+
+    def _wait(self, is_there: Callable[[], bool]) -> float:
+        if is_there():
+            return 0.0
+        started = time.monotonic()
+        while not is_there():
+            if self.is_dropped or self.is_void:
+                raise AbandonedError
+            time.sleep(_POLL_SECONDS)
+        return time.monotonic() - started
 
     def suspect(self) -> str | None:
         """Name of the first non-finite leaf, if any."""
@@ -83,59 +124,95 @@ class PendingQueue:
 
     def __init__(self) -> None:
         self.items: list[Pending] = []
-        self.newest_complete: Pending | None = None
         self.is_room_wanted = False
+        self._complete: dict[tuple[int, int], Pending] = {}
+        """The last complete snapshot seen in each slot of each arena, written or not."""
 
     def add(self, pending: Pending) -> None:
         """A snapshot was announced. What was still being filled in its slot is gone with that."""
-        self.items = [
-            item
-            for item in self.items
-            if item.sequence != pending.sequence
-            and not (item.slot == pending.slot and item.arena is pending.arena and not item.is_complete)
-        ]
+        self._keep(
+            lambda item: (
+                item.sequence != pending.sequence
+                and not (item.slot == pending.slot and item.arena is pending.arena and not item.is_complete)
+            )
+        )
         self.items.append(pending)
         self.is_room_wanted = False
         self.items.sort(key=lambda item: item.sequence)
+
+    def _keep(self, test: Callable[[Pending], bool]) -> None:
+        for item in self.items:
+            item.is_dropped = not test(item)
+        self.items = [item for item in self.items if not item.is_dropped]
 
     def collect(self, busy: Pending | None) -> list[Pending]:
         """Remove what is void, done or given up; return it, so that its slots can be released.
 
         `busy` is being written right now: its slot must not be filled anew under the writer.
         """
-        complete = [item for item in self.items if not item.is_done and item.is_complete]
-        if complete:
-            self.newest_complete = complete[-1]
+        complete = self._note_complete()
         out = []
         for item in list(self.items):
             in_the_way = self.is_room_wanted and item.arena.shape.slots == 1
             has_newer = any(other.sequence > item.sequence for other in complete)
-            given_up = item.failures > 0 and (has_newer or in_the_way)
-            if item.is_done or (item is not busy and (item.is_void or given_up)):
+            given_up = item.failures > 0 and item.is_complete and (has_newer or in_the_way)
+            is_over = item.is_void or given_up or (has_newer and not item.is_wanted)
+            if item.is_done or (item is not busy and is_over):
                 self.items.remove(item)
                 out.append(item)
         return out
 
-    def next_due(self, now: float | None = None) -> Pending | None:
-        """The oldest complete snapshot whose time has come."""
-        now = time.monotonic() if now is None else now
-        for item in self.items:
-            if not item.is_done and item.is_complete:
-                return item if item.not_before <= now else None
-        return None
+    def _note_complete(self) -> list[Pending]:
+        complete = [item for item in self.items if item.is_complete]
+        self._complete.update({(item.arena.shape.generation, item.slot): item for item in complete})
+        return complete
 
-    def unused(self, generations: Iterable[int]) -> list[int]:
+    @property
+    def newest_complete(self) -> Pending | None:
+        """What a successor is offered: the newest snapshot whose bytes are all in memory still."""
+        self._note_complete()
+        whole = [item for item in self._complete.values() if item.is_complete]  # others: their slot was filled again
+        return max(whole, key=lambda item: item.sequence, default=None)
+
+    def next_due(self, now: float | None = None) -> Pending | None:
+        """The oldest complete snapshot whose time has come; if there is none complete, one whose bytes arrive."""
+        now = time.monotonic() if now is None else now
+        waiting = [item for item in self.items if item.is_wanted and not item.is_done]
+        for item in waiting:
+            if item.is_complete:
+                return item if item.not_before <= now else None
+        return next((item for item in waiting if item.has_begun), None)
+
+    def is_waiting(self) -> bool:
+        """Whether something is still to be written, now or later."""
+        return any(item.is_wanted and not item.is_done for item in self.items)
+
+    def unused(self, generations: Iterable[int], busy: Pending | None) -> list[int]:
         """Arenas that nobody needs any more: all but the newest, once their snapshots are written."""
-        used = {item.arena.shape.generation for item in self.items}
+        used = {item.arena.shape.generation for item in (*self.items, *([busy] if busy else []))}
         out = [generation for generation in sorted(generations)[:-1] if generation not in used]
-        if self.newest_complete is not None and self.newest_complete.arena.shape.generation in out:
-            self.newest_complete = None
+        self._complete = {key: item for key, item in self._complete.items() if key[0] not in out}
         return out
 
     def has_incomplete(self) -> bool:
-        """Whether something may still become complete."""
-        return any(not item.is_done and not item.is_complete for item in self.items)
+        """Whether something that is to be written may still become complete."""
+        return any(item.is_wanted and not item.is_done and not item.is_complete for item in self.items)
 
     def drop_incomplete(self) -> None:
         """The trainer is dead: what is not complete never will be."""
-        self.items = [item for item in self.items if item.is_complete]
+        self._keep(lambda item: item.is_complete)
+
+    def drop_unwanted(self) -> None:
+        """The run was closed, its last step saved: what was only kept in memory is not needed any more."""
+        self._keep(lambda item: item.is_wanted)
+
+    def want_newest(self) -> None:
+        """The trainer is dead: if the newest complete snapshot was only kept in memory, it is to be written now."""
+        newest = self.newest_complete
+        if newest is not None and not newest.is_wanted and not newest.is_done:
+            newest.is_wanted = True
+            if newest not in self.items:
+                newest.is_dropped = False
+                self.items.append(newest)
+                self.items.sort(key=lambda item: item.sequence)
+        self.drop_unwanted()

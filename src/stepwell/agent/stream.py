@@ -9,6 +9,7 @@ import os
 import time
 from pathlib import Path
 
+from stepwell.agent.cache import BoundedCache
 from stepwell.agent.persist import Persister
 from stepwell.agent.queue import Pending
 from stepwell.errors import PersistError
@@ -35,6 +36,7 @@ class StreamedSave:
         directory = commit.open_checkpoint(self._persister.paths, self.pending.id)
         self._temporary = directory / f"{self._name}{files.TEMPORARY}"
         self._fd = files.create(self._temporary)
+        self._cache = BoundedCache(self._fd, self._temporary)
         files.preallocate(self._fd, self.pending.layout.nbytes, self._temporary)
 
     def write(self, slot: int, nbytes: int) -> None:
@@ -43,12 +45,14 @@ class StreamedSave:
         self._hasher.update(image)
         files.write_at(self._fd, image, self._offset, self._temporary)
         self._offset += nbytes
+        self._cache.wrote(nbytes)
 
     def finish(self) -> None:
         """Sync, publish and commit."""
         if self._offset != self.pending.layout.nbytes:
             raise PersistError(f"streamed {self._offset} of {self.pending.layout.nbytes} bytes")
         files.sync(self._fd, self._temporary)
+        self._cache.drop()
         self._close()
         commit.publish_file(self._temporary, self._temporary.with_name(self._name))
         entry = FileEntry(self._name, "safetensors", self._offset, BLOCK_BYTES, self._hasher.finish())

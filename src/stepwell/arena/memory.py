@@ -34,6 +34,7 @@ _VOID: Final = 1 << 63
 _WORD: Final = struct.Struct("<Q")
 _SEQUENCE, _VERDICT, _SUSPECTS, _FIRST, _FILLING, _FILLED = 0, 8, 16, 24, 32, 40
 _MADV_POPULATE_WRITE: Final = 23
+_STRETCH: Final = 16 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -100,12 +101,13 @@ class Arena:
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def fault_in(self, part: int = 0, parts: int = 1) -> None:
-        """Map all pages now (or one of several parts), so that the first snapshot does not. Blocks without the lock of
-        the interpreter.
+        """Map all pages now (or every n-th stretch of them), so that the first snapshot does not.
+
+        Stretch by stretch: the kernel keeps other threads from mapping memory meanwhile, and a driver does that often.
         """
-        step = whole_pages(-(-self.shape.nbytes // parts))
-        start, end = min(part * step, self.shape.nbytes), min((part + 1) * step, self.shape.nbytes)
-        _libc.madvise(ctypes.c_void_p(self.address() + start), ctypes.c_size_t(end - start), _MADV_POPULATE_WRITE)
+        for start in range(part * _STRETCH, self.shape.nbytes, parts * _STRETCH):
+            length = min(_STRETCH, self.shape.nbytes - start)
+            _libc.madvise(ctypes.c_void_p(self.address() + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
     def image(self, index: int, nbytes: int) -> memoryview:
         """The first `nbytes` of a slot."""

@@ -8,20 +8,25 @@ Holds:   modules and optimizers are filled in place, so there is never a second 
 
 from __future__ import annotations
 
-import ctypes
-from collections import OrderedDict
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from stepwell.errors import DamagedError, StateError, listing
 from stepwell.format.record import FileEntry, LeafEntry, Record
+from stepwell.restore.place import Placing
 from stepwell.restore.read import Source, read_record_leaves
 from stepwell.state import rng
 from stepwell.state.flatten import dtype_from, dtype_name, flatten, unflatten
 from stepwell.state.tracked import Tracked
+
+_DEVICE_GRAIN: Final = 512
+"""torch hands out device memory in multiples of this,"""
+_POOLED_BYTES: Final = 1 << 20
+"""and up to this size from pools of their own."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +77,12 @@ def _load(
     names = [item.name for item in chosen if item.name in record.tree]
     trees = {name: record.tree[name] for name in [*names, *([] if only is not None else ["stepwell"])]}
     wanted = {name for tree in trees.values() for name in _leaf_names(tree)}
-    targets = {entry.name: fit.target(entry) for entry in record.leaves if entry.name in wanted}
+    targets = fit.targets([entry for entry in record.leaves if entry.name in wanted])
     missing = wanted - targets.keys()
     if missing:
         raise DamagedError(f"the record lacks leaf {min(missing)!r}")
-    nbytes = read_record_leaves(record, open_source, None if only is None else wanted, _deliver_into(targets))
+    with Placing(targets, fit.fresh) as placing:
+        nbytes = read_record_leaves(record, open_source, None if only is None else wanted, placing)
     state = {name: unflatten(tree, targets.__getitem__) for name, tree in trees.items()}
     own = state.get("stepwell")
     if own is not None:
@@ -95,21 +101,6 @@ def _check_own(own: Any, record: Record) -> None:
         if type(own.get(name)) is not int or not 0 <= own[name] < 1 << 62:
             raise DamagedError(f"the run's own state has {own.get(name)!r} as {name}")
     rng.check(own.get("rng"))
-
-
-def _deliver_into(targets: dict[str, torch.Tensor]) -> Callable[[LeafEntry, int, memoryview], None]:
-    def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:
-        target = targets.get(leaf.name)
-        if target is None:
-            return
-        if target.device.type == "cpu":
-            source = (ctypes.c_char * len(data)).from_buffer(data) if not data.readonly else bytes(data)
-            ctypes.memmove(target.data_ptr() + offset, source, len(data))
-        else:
-            flat = target.view(-1).view(torch.uint8)
-            flat[offset : offset + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
-
-    return deliver
 
 
 def _leaf_names(tree: Any) -> list[str]:
@@ -158,6 +149,7 @@ class _Fit:
         self.problems: list[str] = []
         self.live: dict[str, torch.Tensor] = {}
         self.skipped: set[str] = set()
+        self.fresh: set[str] = set()
         saved = {entry.name: entry for entry in record.leaves}
         names = {item.name for item in tracked}
         for name in sorted((only or set()) - names):
@@ -197,13 +189,37 @@ class _Fit:
             else:
                 self.live.setdefault(name, tensor.detach())
 
-    def target(self, entry: LeafEntry) -> torch.Tensor:
-        """The live tensor for a leaf where it fits byte for byte, else a fresh one."""
+    def targets(self, entries: Sequence[LeafEntry]) -> dict[str, torch.Tensor]:
+        """For each leaf the live tensor where it fits byte for byte, else a fresh one. Raises DamagedError."""
+        found = {entry.name: self._live(entry) for entry in entries}
+        fresh = [entry for entry in entries if found[entry.name] is None]
+        devices = {entry.name: _device(entry.device) for entry in fresh}
+        _reserve([(devices[entry.name], entry.end - entry.start) for entry in fresh])
+        self.fresh = set(devices)
+        made = {
+            entry.name: torch.empty(entry.shape, dtype=dtype_from(entry.dtype), device=devices[entry.name])
+            for entry in fresh
+        }
+        return {name: made[name] if live is None else live for name, live in found.items()}
+
+    def _live(self, entry: LeafEntry) -> torch.Tensor | None:
         live = self.live.get(entry.name)
-        dtype = dtype_from(entry.dtype)
-        if live is not None and tuple(live.shape) == entry.shape and live.dtype == dtype and live.is_contiguous():
-            return live
-        return torch.empty(entry.shape, dtype=dtype, device=_device(entry.device))
+        if live is None or tuple(live.shape) != entry.shape or live.dtype != dtype_from(entry.dtype):
+            return None
+        return live if live.is_contiguous() and not live.is_conj() and not live.is_neg() else None
+
+
+def _reserve(sizes: Sequence[tuple[torch.device, int]]) -> None:
+    """Ask the driver once for the memory of all fresh leaves: torch keeps it and cuts the leaves out of it.
+
+    Hundreds of leaves that each ask for themselves take longer than their bytes.
+    """
+    for device in {device for device, _ in sizes if device.type == "cuda"}:
+        large = [size for at, size in sizes if at == device and size > _POOLED_BYTES]
+        nbytes = sum(-(-size // _DEVICE_GRAIN) * _DEVICE_GRAIN for size in large)
+        if nbytes > torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device):
+            with contextlib.suppress(torch.OutOfMemoryError):  # in one piece: single leaves may still find room
+                torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _device(text: str) -> torch.device:
@@ -228,9 +244,9 @@ def _put_back(optimizer: torch.optim.Optimizer, state: Any) -> None:
 def _give(item: Tracked, state: Any, fit: _Fit, *, strict: bool) -> None:
     try:
         if item.module is not None and not strict:
-            prefix = f"{item.name}/"
-            kept = OrderedDict((key, value) for key, value in state.items() if f"{prefix}{key}" not in fit.skipped)
-            item.module.load_state_dict(kept, strict=False)
+            for key in [key for key in state if f"{item.name}/{key}" in fit.skipped]:
+                del state[key]
+            item.module.load_state_dict(state, strict=False)
         else:
             item.load(state)
             if item.optimizer is not None:

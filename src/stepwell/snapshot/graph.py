@@ -1,6 +1,5 @@
 """Many device-to-host copies as one launch: a CUDA graph of copy nodes, made without capturing anything.
 
-Owns:    the calls into CUDA's runtime library that torch does not offer.
 Holds:   built and launched from any thread, whatever the training thread captures meanwhile. Where the library is not
          found (another vendor) the copies are issued one by one: the same bytes, some milliseconds more of the host.
 """
@@ -9,35 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, Final
 
 import torch
 
-_DEVICE_TO_HOST: Final = 2
+from stepwell.cudart import DEVICE_TO_HOST, runtime
+
 Copy = tuple[torch.Tensor, torch.Tensor]
 """Target in page-locked memory and source on the device, both flat, of the same type and size."""
-
-
-@lru_cache(maxsize=1)
-def _runtime() -> Any:
-    """CUDA's runtime library as torch loaded it; None if it is not there or lacks what is needed."""
-    try:
-        with open("/proc/self/maps") as file:
-            path = next((line.split()[-1] for line in file if "libcudart.so" in line), None)
-        if path is None:
-            return None
-        library, pointer, size = ctypes.CDLL(path), ctypes.c_void_p, ctypes.c_size_t
-        library.cudaGraphCreate.argtypes = [pointer, ctypes.c_uint]
-        library.cudaGraphAddMemcpyNode1D.argtypes = [
-            pointer, pointer, pointer, size, pointer, pointer, size, ctypes.c_int,
-        ]  # fmt: skip
-        library.cudaGraphInstantiateWithFlags.argtypes = [pointer, pointer, ctypes.c_ulonglong]
-        library.cudaGraphLaunch.argtypes = [pointer, pointer]
-        library.cudaGraphDestroy.argtypes = library.cudaGraphExecDestroy.argtypes = [pointer]
-    except (OSError, AttributeError):
-        return None
-    return library
 
 
 class CopyBatch:
@@ -46,11 +23,11 @@ class CopyBatch:
     def __init__(self, copies: Sequence[Copy], *, prepare: bool) -> None:
         self._copies = copies
         self._launchable: ctypes.c_void_p | None = None
-        if prepare and len(copies) > 1 and _runtime() is not None:
+        if prepare and len(copies) > 1 and runtime() is not None:
             self._launchable = self._build()
 
     def _build(self) -> ctypes.c_void_p | None:
-        library, graph, before = _runtime(), ctypes.c_void_p(), ctypes.c_void_p()
+        library, graph, before = runtime(), ctypes.c_void_p(), ctypes.c_void_p()
         if library.cudaGraphCreate(ctypes.byref(graph), 0):
             return None
         try:
@@ -59,7 +36,7 @@ class CopyBatch:
                 where, whence = target.data_ptr(), source.data_ptr()
                 if library.cudaGraphAddMemcpyNode1D(
                     ctypes.byref(node), graph, ctypes.byref(before) if number else None, min(1, number),
-                    where, whence, source.nbytes, _DEVICE_TO_HOST,
+                    where, whence, source.nbytes, DEVICE_TO_HOST,
                 ):  # fmt: skip
                     return None
                 before = node
@@ -75,12 +52,12 @@ class CopyBatch:
             for target, source in self._copies:
                 target.copy_(source, non_blocking=True)
             return
-        status = _runtime().cudaGraphLaunch(self._launchable, stream.cuda_stream)
+        status = runtime().cudaGraphLaunch(self._launchable, stream.cuda_stream)
         if status:
             raise RuntimeError(f"CUDA refused to launch the copies of a snapshot (error {status})")
 
     def close(self) -> None:
         """Let go of the graph. It must not be running."""
         if self._launchable is not None:
-            _runtime().cudaGraphExecDestroy(self._launchable)
+            runtime().cudaGraphExecDestroy(self._launchable)
             self._launchable = None

@@ -1,7 +1,7 @@
 """Copies of leaves into the arena by the host, and the one thread that finishes snapshots.
 
 Owns:    the copier thread, the copying threads beside it, and how a tensor's bytes get into a slot.
-Holds:   the copying threads have the lowest priority: they use what training leaves idle, and at the gate the training
+Holds:   the copying threads have a low priority: they use what training leaves idle, and at the gate the training
          thread copies too, so nobody waits for them; each byte is read once, the look for non-finite values happens
          while it is in the cache; the copy runs without the interpreter lock.
 """
@@ -22,11 +22,11 @@ from stepwell.events import logger
 from stepwell.faults import crash_point, slow_copy
 from stepwell.snapshot.program import Source
 
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 4 << 20
 _CHECKED_BYTES = 1 << 20
 """A piece that is also looked at stays in the cache between the two."""
 _MAX_THREADS = 4
-_LOWEST = 19
+_NICE = 10
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Copier:
 
     def _help(self) -> None:
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         _compute_alone()
         while (work := self._work.get()) is not None:
             work.help()

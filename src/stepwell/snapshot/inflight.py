@@ -106,8 +106,7 @@ class Inflight:
         if self.digests:
             self.wait()
         else:
-            self.host.help()
-            self.host.copied.wait()
+            self.wait_host()
             self.look()
             for job in self.jobs:
                 job.gate()
@@ -116,6 +115,11 @@ class Inflight:
     def waits(self) -> list[float | None]:
         """What each device's compute stream lost to this snapshot; None where that is not known yet."""
         return [job.waited_seconds() for job in self.jobs]
+
+    def wait_host(self) -> None:
+        """Until the leaves on the CPU are copied. The waiting thread helps."""
+        self.host.help()
+        self.host.copied.wait()
 
     def wait(self) -> None:
         """Until it is complete or void. The waiting thread helps."""

@@ -82,17 +82,18 @@ class Snapshotter:
         """Before the first step: look at what may be frozen, to see whether the step changes it."""
         self._arranger.observe(flat)
 
-    def trust_frozen(self, flat: Flat, known: set[str]) -> None:
-        """After a restore: only leaves that were frozen in the restored checkpoint count as frozen."""
-        self._arranger.trust_frozen(flat, known)
-
     @property
     def is_unprepared(self) -> bool:
         """No layout was made yet."""
         return self._arranger.is_unused
 
-    def prepare(self, flat: Flat) -> Arrangement:
-        """Make sure layout and arena fit this state; a new arena is made ready in the background."""
+    def prepare(self, flat: Flat, frozen: set[str] | None = None) -> Arrangement:
+        """Make sure layout and arena fit this state; a new arena is made ready in the background.
+
+        frozen:  after a restore: only leaves that were frozen in the restored checkpoint count as frozen
+        """
+        if frozen is not None:
+            self._arranger.trust_frozen(flat, frozen)
         self._arranger.is_streaming = self.pool.is_streaming
         arrangement = self._arranger.arrange(flat)
         if not self.pool.is_preparing and not self.pool.fits(arrangement.plan):
@@ -364,6 +365,11 @@ class Snapshotter:
                     events.Suspect(step=inflight.step, leaves=len(inflight.suspects), first=inflight.suspects[0])
                 )
         self._on_settled(inflight)
+
+    def copy_now(self) -> None:
+        """Copy what the host has to copy, at full speed. What a device copies goes on by itself."""
+        if self._inflight is not None:
+            self._inflight.wait_host()
 
     def drain(self) -> None:
         """Wait until the snapshot under way is complete or void."""

@@ -20,10 +20,13 @@ TEMPORARY: Final = ".tmp"
 """Ending of every file that is not there yet."""
 
 
-def create(path: Path, *, direct: bool = False) -> int:
-    """Open a fresh temporary file for writing. Falls back to buffered writing where O_DIRECT is not known."""
+def create(path: Path, *, direct: bool = False, reuse: bool = False) -> int:
+    """Open a temporary file for writing: a fresh one, or with `reuse` one that is there and is overwritten whole.
+
+    Falls back to buffered writing where O_DIRECT is not known.
+    """
     file_operation("open", path)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if reuse else os.O_TRUNC)
     if direct:
         try:
             return os.open(path, flags | os.O_DIRECT, 0o644)

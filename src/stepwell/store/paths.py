@@ -3,6 +3,7 @@
 run.json                      identity and seed
 events.jsonl                  what happened
 progress                      how far the trainer got, and who it is
+storage.json                  how the file system is written best
 lineage/0001.json             histories
 step-000000001200.l0003/      one checkpoint
     rank-00000.safetensors            live leaves
@@ -36,6 +37,10 @@ class RunPaths:
     @property
     def progress(self) -> Path:
         return self.root / "progress"
+
+    @property
+    def storage(self) -> Path:
+        return self.root / "storage.json"
 
     @property
     def lineages(self) -> Path:

@@ -14,6 +14,7 @@ from stepwell.faults import crash_point
 from stepwell.store import files
 from stepwell.store.catalog import Entry
 from stepwell.store.paths import RunPaths
+from stepwell.store.spare import Spare, is_left_over
 from stepwell.types import Keep
 
 _SUSPECTS_KEPT = 1
@@ -47,19 +48,20 @@ def surplus(entries: Sequence[Entry], keep: Keep) -> list[tuple[Entry, str]]:
     return out
 
 
-def remove_checkpoint(entry: Entry) -> None:
-    """Remove one checkpoint: first it stops being one, then its files go."""
+def remove_checkpoint(entry: Entry, spare: Spare | None = None) -> None:
+    """Remove one checkpoint: first it stops being one, then its files go; one of them into `spare`, if that is free."""
     crash_point("prune.begin")
     files.remove(entry.path / "manifest.json")
     files.sync_directory(entry.path)  # before the shards go: a power loss must not bring the manifest back alone
     crash_point("prune.unlisted")
-    remove_directory(entry)
+    remove_directory(entry, spare)
 
 
-def remove_directory(entry: Entry) -> None:
+def remove_directory(entry: Entry, spare: Spare | None = None) -> None:
     """Remove what is left of a directory that holds no manifest."""
     for name in sorted(os.listdir(entry.path)):
-        files.remove(entry.path / name)
+        if spare is None or not spare.keep(entry.path / name):
+            files.remove(entry.path / name)
         crash_point("prune.middle")
     files.remove_directory(entry.path)
 
@@ -85,6 +87,6 @@ def remove_strays(paths: RunPaths, entries: Sequence[Entry], lineage: int) -> No
     for directory in (paths.root, paths.lineages, *committed):
         for name in os.listdir(directory):
             final = name.partition(".json.")[0]
-            is_taken = final in ("run", "manifest") or (final.isdecimal() and int(final) <= lineage)
-            if is_taken and name.endswith(files.TEMPORARY):
+            is_taken = final in ("run", "manifest", "storage") or (final.isdecimal() and int(final) <= lineage)
+            if (is_taken and name.endswith(files.TEMPORARY)) or is_left_over(name, lineage):
                 files.remove(directory / name)

@@ -1,0 +1,128 @@
+"""The thread that persists: takes the next snapshot from the queue, writes it, reports, prunes.
+
+Owns:    the queue, the lock around it, and what the trainer is to be told.
+Not:     the sockets, and when the process ends (process).
+Holds:   one snapshot at a time; a failing disk means another try; one that came to nothing is not a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Final
+
+from stepwell import events, journal
+from stepwell.agent.persist import Persister
+from stepwell.agent.queue import AbandonedError, Pending, PendingQueue
+from stepwell.agent.writer import Writer
+from stepwell.arena.channel import Message
+from stepwell.errors import FencedError, StepwellError
+from stepwell.store.paths import RunPaths
+from stepwell.types import Keep
+
+_RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
+
+
+class Worker:
+    """Constructing only assigns; `start` makes the thread appear. All but `lock` and `start` is used under the lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition()
+        self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.queue = PendingQueue()
+        self.busy: Pending | None = None
+        self.outbox: list[Message] = []
+        self.lineage = 0
+        self.keep = Keep()
+        self.log = journal.EventLog(Path(os.devnull), who="agent")
+        self._writer = Writer()
+        self.persister = Persister(RunPaths(Path()), self.log, self._writer)
+        self._sweeps_due = 0
+
+    def serve(self, paths: RunPaths, lineage: int, keep: Keep) -> None:
+        """A trainer said hello: this is its run."""
+        self.lineage, self.keep = lineage, keep
+        self.log.close()
+        self.log = journal.EventLog(paths.events, who="agent", lineage=lineage)
+        self.persister = Persister(paths, self.log, self._writer, lineage=lineage)
+        self._sweeps_due += 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being done and nothing waits to be done."""
+        return self.busy is None and not self._sweeps_due and not self.queue.is_waiting()
+
+    def start(self) -> None:
+        """Begin to work."""
+        threading.Thread(target=self._work, daemon=True, name="stepwell-persist").start()
+
+    def _work(self) -> None:
+        try:
+            self._work_on()
+        except BaseException:  # a thread that ends quietly would leave an agent that never writes again
+            traceback.print_exc()
+            os._exit(1)  # the trainer starts another one
+
+    def _work_on(self) -> None:
+        while True:
+            with self.lock:
+                self.busy = None
+                os.eventfd_write(self.wake, 1)
+                while (pending := self.queue.next_due()) is None and not self._sweeps_due:
+                    self.lock.wait(0.2)
+                self.busy, sweeps = pending, self._sweeps_due
+            if pending is not None:
+                self._persist(pending)
+                continue
+            with contextlib.suppress(OSError, StepwellError):  # the same again after the next commit
+                self.persister.sweep(self.lineage)
+            with self.lock:
+                self._sweeps_due -= sweeps
+
+    def _persist(self, pending: Pending) -> None:
+        started = time.monotonic()
+        try:
+            self.persister.persist(pending)
+        except AbandonedError:
+            pass  # void, or its trainer died before it was complete: the queue lets go of it
+        except (OSError, StepwellError) as error:
+            self.note_failure(pending, error, final=isinstance(error, FencedError))
+        else:
+            self.after_commit(pending, time.monotonic() - started)
+
+    def after_commit(self, pending: Pending, seconds: float) -> None:
+        """Tell the trainer, then make room on disk."""
+        with self.lock:
+            pending.is_done = True
+            facts = {"sequence": pending.sequence, "step": pending.id.step, "directory": pending.id.directory}
+            self.outbox.append({"type": "durable", **facts, "seconds": seconds})
+        os.eventfd_write(self.wake, 1)
+        is_clean = False
+        with contextlib.suppress(OSError, StepwellError):  # told by its own event; there is always a next time
+            is_clean = self.persister.prune(self.lineage, self.keep)
+        if not is_clean:
+            with self.lock:
+                self._sweeps_due += 1  # this may have been the last checkpoint: what is left of an old one goes soon
+        with contextlib.suppress(OSError, StepwellError):  # found out again by the next agent
+            self.persister.remember()
+
+    def note_failure(self, pending: Pending, error: Exception, *, final: bool) -> None:
+        """Say what went wrong and when it is tried again."""
+        if isinstance(error, FencedError):
+            self.log.emit(events.Fenced(lineage=pending.id.lineage, newest=int(str(error.fields["newest"]))))
+        delay = _RETRY_SECONDS[min(pending.failures, len(_RETRY_SECONDS) - 1)]
+        action = "given up" if final else f"trying again in {delay} s, or with the next snapshot"
+        self.log.emit(events.PersistFailed(step=pending.id.step, error=str(error), action=action))
+        with self.lock:
+            pending.failures += 1
+            pending.not_before = time.monotonic() + delay
+            pending.is_done = final
+            facts = {"sequence": pending.sequence, "step": pending.id.step, "error": str(error), "final": final}
+            self.outbox.append(
+                {"type": "failed", **facts, "fenced": isinstance(error, FencedError), "lineage": pending.id.lineage}
+            )
+        os.eventfd_write(self.wake, 1)

@@ -1,0 +1,213 @@
+"""Verified blocks into tensors: copied on the host, through page-locked staging to a CUDA device.
+
+Owns:    the staging memory and the streams of a restore.
+Before:  `read` verified the block.   After: `load` gives the tensors to the objects.
+Holds:   when a lane is closed all its bytes have arrived, on the device too; nothing is copied from memory that is
+         being overwritten, and nothing into memory that work queued before the restore still uses.
+
+To a device each thread has two rooms: while one is on its way the other is filled. Page-locking the arena itself would
+take seconds, this staging a few milliseconds for each thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence, Set
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from stepwell import cudart
+from stepwell.arena.memory import PAGE, whole_pages
+from stepwell.restore.read import Lane, Piece, Room
+
+_Place = tuple[int, bool]
+"""Address of a tensor, and whether its memory is fresh."""
+_WORTH_ASKING: Final = 256 << 10
+_ROOMS: Final = 2
+HUGE_PAGES = True
+"""For the staging: a few pages are locked faster than thousands. Where the kernel has none it gives small ones."""
+_PORTABLE: Final = 1
+"""cudaHostRegisterPortable: page-locked for every device."""
+_MADV_POPULATE_WRITE: Final = 23
+_libc = ctypes.CDLL(None)
+
+
+class Placing:
+    """Tensors that are being filled, by the name of their leaf. Leaves without a tensor are passed over.
+
+    Each tensor is contiguous. Waits for nothing; what the current streams are doing is waited for by the lanes.
+
+    fresh:  names of tensors whose memory nobody has touched yet
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], fresh: Set[str] = frozenset()) -> None:
+        self._held = tensors  # their addresses are used
+        self._on_host = {name: (tensor.data_ptr(), name in fresh) for name, tensor in tensors.items() if tensor.is_cpu}
+        self._flat = {
+            name: tensor.view(-1).view(torch.uint8)
+            for name, tensor in tensors.items()
+            if not tensor.is_cpu and tensor.numel()
+        }
+        devices = {tensor.device for tensor in self._flat.values() if tensor.is_cuda}
+        self._ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+        self._staging: list[_Staging] = []
+
+    def __enter__(self) -> Placing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for staging in self._staging:
+            staging.close()
+
+    def lane(self, nbytes: int) -> Lane:
+        """See `read.Lanes`."""
+        if not self._flat:
+            return _HostLane(self._on_host, nbytes)
+        if not self._ready:
+            return _DeviceLane(self._on_host, self._flat, {}, self._take(nbytes), self._staging)
+        with torch.cuda.device(next(iter(self._ready))):  # a new thread would make a context on the first device
+            staging = self._take(nbytes)
+        streams = {device: torch.cuda.Stream(device) for device in self._ready}
+        for device, stream in streams.items():
+            stream.wait_event(self._ready[device])
+        return _DeviceLane(self._on_host, self._flat, streams, staging, self._staging)
+
+    def _take(self, nbytes: int) -> _Staging:
+        """Staging that a lane for an earlier file left, or new one."""
+        try:
+            found = self._staging.pop()
+        except IndexError:
+            return _Staging(nbytes, is_locked=bool(self._ready))
+        if found.nbytes >= whole_pages(nbytes):
+            return found
+        found.close()
+        return _Staging(nbytes, is_locked=bool(self._ready))
+
+
+def _move(place: _Place, offset: int, source: int, nbytes: int) -> None:
+    """Copy on the host. Fresh pages come from the kernel in one call: a fault for each costs more than the copy."""
+    start, is_fresh = place
+    if is_fresh and nbytes >= _WORTH_ASKING:
+        first = (start + offset) // PAGE * PAGE  # a kernel that does not know the call says so: then they are faulted
+        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(start + offset + nbytes - first), _MADV_POPULATE_WRITE)
+    ctypes.memmove(start + offset, source, nbytes)
+
+
+class _HostLane:
+    """One room, and a copy from it into the tensors."""
+
+    def __init__(self, on_host: Mapping[str, _Place], nbytes: int) -> None:
+        self._on_host = on_host
+        self._room = Room(nbytes)
+
+    def room(self) -> memoryview:
+        return self._room.view
+
+    def deliver(self, block: memoryview, pieces: Sequence[Piece]) -> None:
+        for leaf, offset, low, high in pieces:
+            if leaf.name in self._on_host:
+                _move(self._on_host[leaf.name], offset, self._room.address + low, high - low)
+
+    def close(self) -> None:
+        self._room.close()
+
+
+class _Staging:
+    """Rooms in page-locked memory. If the driver refuses to lock it, copies are slower and as right."""
+
+    def __init__(self, nbytes: int, *, is_locked: bool) -> None:
+        self.nbytes = whole_pages(nbytes)
+        self._room = Room(_ROOMS * self.nbytes, huge=is_locked and HUGE_PAGES)
+        self._is_locked = is_locked and self._lock() == 0
+        self.starts = [turn * self.nbytes for turn in range(_ROOMS)]
+        self.views = [self._room.view[start : start + self.nbytes] for start in self.starts]
+
+    def _lock(self) -> int:
+        return int(torch.cuda.cudart().cudaHostRegister(self._room.address, self._room.nbytes, _PORTABLE))
+
+    def tensor(self) -> torch.Tensor:
+        """All rooms as bytes."""
+        return torch.frombuffer(self._room.memory, dtype=torch.uint8)
+
+    def address(self, turn: int) -> int:
+        """Where a room lies."""
+        return self._room.address + self.starts[turn]
+
+    def close(self) -> None:
+        if self._is_locked:
+            torch.cuda.cudart().cudaHostUnregister(self._room.address)
+        for view in self.views:
+            view.release()
+        self._room.close()
+
+
+class _DeviceLane:
+    """Rooms in turn: each is filled again only when the copies from it have ended."""
+
+    def __init__(
+        self,
+        on_host: Mapping[str, _Place],
+        flat: Mapping[str, torch.Tensor],
+        streams: Mapping[torch.device, torch.cuda.Stream],
+        staging: _Staging,
+        idle: list[_Staging],
+    ) -> None:
+        self._on_host, self._flat, self._streams = on_host, flat, streams
+        self._staging, self._idle = staging, idle
+        self._bytes = list(staging.tensor().split(staging.nbytes))
+        self._library = cudart.runtime()
+        self._direct = {
+            name: (tensor.data_ptr(), tensor.device, streams[tensor.device].cuda_stream)
+            for name, tensor in flat.items()
+            if self._library is not None and tensor.device in streams
+        }
+        self._events = [{device: torch.cuda.Event(blocking=True) for device in streams} for _ in range(_ROOMS)]
+        self._used: list[set[torch.device]] = [set() for _ in range(_ROOMS)]
+        self._turn = 0
+        if streams:
+            self._before = torch.cuda.current_device(), [torch.cuda.current_stream(device) for device in streams]
+            for stream in streams.values():
+                torch.cuda.set_stream(stream)  # of this thread; sets the device too
+
+    def room(self) -> memoryview:
+        self._turn = (self._turn + 1) % _ROOMS
+        for device in self._used[self._turn]:
+            self._events[self._turn][device].synchronize()
+        self._used[self._turn].clear()
+        return self._staging.views[self._turn]
+
+    def deliver(self, block: memoryview, pieces: Sequence[Piece]) -> None:
+        turn = self._turn
+        data, address, used = self._bytes[turn], self._staging.address(turn), self._used[turn]
+        for leaf, offset, low, high in pieces:
+            direct, flat = self._direct.get(leaf.name), self._flat.get(leaf.name)
+            if direct is not None:  # a third of what torch takes for slicing and copying, with the interpreter's lock
+                target, device, stream = direct
+                kind = cudart.HOST_TO_DEVICE
+                if self._library.cudaMemcpyAsync(target + offset, address + low, high - low, kind, stream):
+                    raise RuntimeError(f"CUDA refused to copy leaf {leaf.name!r} to {device}")
+                used.add(device)
+            elif flat is not None:
+                is_async = flat.device in self._streams
+                flat[offset : offset + high - low].copy_(data[low:high], non_blocking=is_async)
+                if is_async:
+                    used.add(flat.device)
+            elif leaf.name in self._on_host:
+                _move(self._on_host[leaf.name], offset, address + low, high - low)
+        for device in used:
+            self._events[turn][device].record(self._streams[device])
+
+    def close(self) -> None:
+        try:
+            for stream in self._streams.values():
+                stream.synchronize()
+        finally:
+            if self._streams:
+                device, streams = self._before
+                for stream in streams:
+                    torch.cuda.set_stream(stream)
+                torch.cuda.set_device(device)
+            self._bytes.clear()
+            self._idle.append(self._staging)

@@ -135,7 +135,7 @@ class Mixed(torch.nn.Module):
         self.register_buffer("host_scalar", torch.tensor(seed * 0.5))
 
     def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._dice).cuda()
+        return torch.randn(shape, generator=self._dice).cuda()
 
 
 def build(seed: int, *, steps: int) -> dict[str, Any]:

@@ -5,8 +5,8 @@ Before:  `read` verified the block.   After: `load` gives the tensors to the obj
 Holds:   when a lane is closed all its bytes have arrived, on the device too; nothing is copied from memory that is
          being overwritten, and nothing into memory that work queued before the restore still uses.
 
-To a device each thread has two rooms: while one is on its way the other is filled. Page-locking the arena itself would
-take seconds, this staging a few milliseconds for each thread.
+To a device each thread has a page-locked room; while it is on its way the other threads read. Page-locking takes half a
+millisecond a megabyte, for the whole arena seconds, so there is no second room.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stepwell.restore.read import Lane, Piece, Room
 _Place = tuple[int, bool]
 """Address of a tensor, and whether its memory is fresh."""
 _WORTH_ASKING: Final = 256 << 10
-_ROOMS: Final = 2
+_ROOMS: Final = 1
 HUGE_PAGES = True
 """For the staging: a few pages are locked faster than thousands. Where the kernel has none it gives small ones."""
 _PORTABLE: Final = 1
@@ -163,7 +163,7 @@ class _DeviceLane:
             for name, tensor in flat.items()
             if self._library is not None and tensor.device in streams
         }
-        self._events = [{device: torch.cuda.Event(blocking=True) for device in streams} for _ in range(_ROOMS)]
+        self._events = [{device: torch.cuda.Event() for device in streams} for _ in range(_ROOMS)]
         self._used: list[set[torch.device]] = [set() for _ in range(_ROOMS)]
         self._turn = 0
         if streams:

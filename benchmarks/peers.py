@@ -201,6 +201,7 @@ def run(options: Any, settings: Settings, result: dict[str, Any], names: list[st
             **(limits.device_limits() if settings.device == "cuda" else {}),
             "again": [],
         }
+        write(result, options.out)
     cells = {kind: result["limits"][kind]["best"] for kind in ("write", "read") if kind in result["limits"]}
     own = options.own_budget or 3 * options.budget
     for number, name in enumerate(names):
@@ -215,9 +216,10 @@ def run(options: Any, settings: Settings, result: dict[str, Any], names: list[st
         raw = Conductor(mine, name).measure()
         result["rows"][name] = figures.of_row(raw, settings.device)
         bar.done(brief(result["rows"][name]))
+        write(result, options.out)
         if is_ours and options.every:
             result["every"] = measure_every(settings, options.every)
-        write(result, options.out)
+            write(result, options.out)
     write(result, options.out)
 
 

@@ -15,6 +15,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -89,6 +90,12 @@ class HostWork:
 
     def help(self) -> None:
         """Copy what nobody copies yet. Never raises: an error is kept, and voids the snapshot."""
+        if self.copied.is_set():
+            return
+        with _computing_alone():
+            self._help()
+
+    def _help(self) -> None:
         for number, copy in self._left:
             try:
                 if number == self._middle:
@@ -153,7 +160,6 @@ class Copier:
     def _help(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        _compute_alone()
         while (work := self._work.get()) is not None:
             work.help()
 
@@ -170,12 +176,32 @@ class Copier:
         self._helpers = []
 
 
-def _compute_alone() -> None:
-    """Let torch use this thread alone for what it computes here: a second team of threads would crowd training out."""
-    torch.get_num_threads()  # torch sets the thread up at its first use: after this it leaves the number alone
+@lru_cache(maxsize=1)
+def _thread_libraries() -> list[ctypes.CDLL]:
+    """The OpenMP libraries of this process, as torch loaded them."""
+    torch.get_num_threads()
     with open("/proc/self/maps") as file:
         names = ("libgomp", "libiomp5", "libomp")
         found = {line.split()[-1] for line in file if any(f"/{name}" in line for name in names)}
+    libraries = []
     for path in found:
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(path).omp_set_num_threads(1)
+            library = ctypes.CDLL(path)
+            library.omp_set_num_threads.restype = None
+            libraries.append(library)
+    return libraries
+
+
+@contextlib.contextmanager
+def _computing_alone() -> Iterator[None]:
+    """Let torch use this thread alone for what it computes here: its other threads would take the cores from those
+    that copy (measured: 0.25 s instead of 0.11 for 1.2 GB). The number belongs to the calling thread only.
+    """
+    threads = torch.get_num_threads()  # torch sets a thread up at its first use: after this it leaves the number alone
+    for library in _thread_libraries():
+        library.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        for library in _thread_libraries():
+            library.omp_set_num_threads(threads)

@@ -19,7 +19,7 @@ from stepwell.arena.memory import HEADER_BYTES, PAGE, Arena, ArenaShape, availab
 from stepwell.format.checksum import BLOCK_BYTES
 from stepwell.snapshot.plan import Plan
 
-_SLACK = 32  # a slot is this much (1/32) larger than needed, so that a slightly larger state still fits
+_SLACK = 64  # a slot is this much (1/64) larger than needed, so that a slightly larger state still fits
 _RESERVE = 16  # leave a sixteenth of what is available
 
 

@@ -1,4 +1,4 @@
-"""Calls into CUDA's runtime library that torch does not offer: copies of bare addresses, graphs of them.
+"""Calls into CUDA's runtime library that torch does not offer: graphs of copies, made node by node.
 
 Owns:    finding the library that torch loaded, and the types of its functions.
 """
@@ -9,7 +9,6 @@ import ctypes
 from functools import lru_cache
 from typing import Any, Final
 
-HOST_TO_DEVICE: Final = 1
 DEVICE_TO_HOST: Final = 2
 
 
@@ -22,7 +21,6 @@ def runtime() -> Any:
         if path is None:
             return None
         library, pointer, size, number = ctypes.CDLL(path), ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        library.cudaMemcpyAsync.argtypes = [pointer, pointer, size, number, pointer]
         library.cudaGraphCreate.argtypes = [pointer, ctypes.c_uint]
         library.cudaGraphAddMemcpyNode1D.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, number]
         library.cudaGraphInstantiateWithFlags.argtypes = [pointer, pointer, ctypes.c_ulonglong]

@@ -5,8 +5,8 @@ Before:  `read` verified the block.   After: `load` gives the tensors to the obj
 Holds:   when a lane is closed all its bytes have arrived, on the device too; nothing is copied from memory that is
          being overwritten, and nothing into memory that work queued before the restore still uses.
 
-To a device each thread has a page-locked room; while it is on its way the other threads read. Page-locking takes half a
-millisecond a megabyte, for the whole arena seconds, so there is no second room.
+To a device each thread has two rooms: while one is on its way the other is filled. Page-locking the arena itself would
+take seconds, this staging half a millisecond a megabyte.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from typing import Final
 
 import torch
 
-from stepwell import cudart
 from stepwell.arena.memory import PAGE, whole_pages
 from stepwell.restore.read import Lane, Piece, Room
 
 _Place = tuple[int, bool]
 """Address of a tensor, and whether its memory is fresh."""
 _WORTH_ASKING: Final = 256 << 10
-_ROOMS: Final = 1
+_ROOMS: Final = 2
 HUGE_PAGES = True
 """For the staging: a few pages are locked faster than thousands. Where the kernel has none it gives small ones."""
 _PORTABLE: Final = 1
@@ -157,13 +156,7 @@ class _DeviceLane:
         self._on_host, self._flat, self._streams = on_host, flat, streams
         self._staging, self._idle = staging, idle
         self._bytes = list(staging.tensor().split(staging.nbytes))
-        self._library = cudart.runtime()
-        self._direct = {
-            name: (tensor.data_ptr(), tensor.device, streams[tensor.device].cuda_stream)
-            for name, tensor in flat.items()
-            if self._library is not None and tensor.device in streams
-        }
-        self._events = [{device: torch.cuda.Event() for device in streams} for _ in range(_ROOMS)]
+        self._events = [{device: torch.cuda.Event(blocking=True) for device in streams} for _ in range(_ROOMS)]
         self._used: list[set[torch.device]] = [set() for _ in range(_ROOMS)]
         self._turn = 0
         if streams:
@@ -182,14 +175,8 @@ class _DeviceLane:
         turn = self._turn
         data, address, used = self._bytes[turn], self._staging.address(turn), self._used[turn]
         for leaf, offset, low, high in pieces:
-            direct, flat = self._direct.get(leaf.name), self._flat.get(leaf.name)
-            if direct is not None:  # a third of what torch takes for slicing and copying, with the interpreter's lock
-                target, device, stream = direct
-                kind = cudart.HOST_TO_DEVICE
-                if self._library.cudaMemcpyAsync(target + offset, address + low, high - low, kind, stream):
-                    raise RuntimeError(f"CUDA refused to copy leaf {leaf.name!r} to {device}")
-                used.add(device)
-            elif flat is not None:
+            flat = self._flat.get(leaf.name)
+            if flat is not None:
                 is_async = flat.device in self._streams
                 flat[offset : offset + high - low].copy_(data[low:high], non_blocking=is_async)
                 if is_async:

@@ -274,14 +274,15 @@ class DeviceCopier:
         self, device: torch.device, program: DeviceProgram, images: dict[tuple[int, int], torch.Tensor]
     ) -> None:
         """Prepare the copies into each slot, and use every kernel once: its first use holds the device up."""
-        with torch.cuda.device(device), torch.cuda.stream(self._side_streams(device)[1]):
+        side = self._side_streams(device)[1]
+        # What fails here (no memory left) will fail, or not, at the first snapshot, which tells of it.
+        with contextlib.suppress(RuntimeError), torch.cuda.device(device), torch.cuda.stream(side):
             for key, image in images.items():
                 program.batches(image, key, "overlap")
-            with contextlib.suppress(torch.OutOfMemoryError):
-                for run in program.runs("overlap"):
-                    run.stage()
-                program.largest()
-            torch.cuda.current_stream(device).synchronize()
+            for run in program.runs("overlap"):
+                run.stage()
+            program.largest()
+            side.synchronize()
 
 
 def _stage(runs: Sequence[Run], strategy: Strategy, image: torch.Tensor) -> list[tuple[Run, torch.Tensor]]:

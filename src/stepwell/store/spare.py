@@ -29,7 +29,7 @@ class Spare:
         self.path = root / f"{PREFIX}{stem}.l{lineage:04d}{files.TEMPORARY}"
 
     def keep(self, file: Path) -> bool:
-        """Take a file of a checkpoint that is no checkpoint any more. False: it has to be removed. Raises OSError."""
+        """Take a file of a checkpoint that is no checkpoint any more. False: it has to be removed."""
         if file.name != f"{self.stem}.safetensors" or os.path.lexists(self.path):
             return False
         try:
@@ -44,14 +44,19 @@ class Spare:
             if not _is_ours_alone(fd):  # opened before it lost its name
                 files.remove(self.path)
             return True
+        except OSError:
+            return not os.path.lexists(file)
         finally:
             os.close(fd)
 
     def take(self, path: Path) -> bool:
-        """Give the file this name, to be overwritten. False if there is none. Raises OSError."""
+        """Give the file this name, to be overwritten. False if there is none, or it cannot be had."""
         if not os.path.lexists(self.path):
             return False
-        files.rename(self.path, path)
+        try:
+            files.rename(self.path, path)
+        except OSError:
+            return False
         return True
 
     def drop(self) -> None:

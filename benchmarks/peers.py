@@ -80,10 +80,12 @@ def machine(device: str) -> dict[str, str]:
 
 
 def commit() -> str:
+    if "STEPWELL_BENCH_COMMIT" in os.environ:  # a copy of the tree, whose own history is another one's
+        return os.environ["STEPWELL_BENCH_COMMIT"]
     command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:
-        return os.environ.get("STEPWELL_BENCH_COMMIT", "unknown")
+        return "unknown"
     status = subprocess.run([*command[:3], "status", "--porcelain"], capture_output=True, text=True, check=False)
     return answer.stdout.strip() + (" (with changes)" if status.stdout.strip() else "")
 

@@ -127,11 +127,9 @@ class Checkpointer:
             raise ConfigError("restore() comes once, before the first batch; make a new Checkpointer to go back again")
         if only is None:
             return self._reopen(step=step, before=before, strict=strict).restored is not None
-        wanted = {only} if isinstance(only, str) else only
         self._may_abandon = True
-        return load_only(
-            self._paths, self._tracked, log=self._log, step=step, before=before, only=wanted, strict=strict
-        )
+        only = {only} if isinstance(only, str) else only
+        return load_only(self._paths, self._tracked, log=self._log, step=step, before=before, only=only, strict=strict)
 
     def _ensure_open(self) -> None:
         if self._is_closed:
@@ -140,8 +138,9 @@ class Checkpointer:
             self._reopen(fresh=True, may_abandon=self._may_abandon)
 
     def _reopen(self, **wishes: Any) -> Reopened:
-        reopened = reopen(self._paths, self._tracked, seed=self._seed, log=self._log, client=self._client, **wishes)
-        self._open(reopened)
+        with self._client.starting():
+            reopened = reopen(self._paths, self._tracked, seed=self._seed, log=self._log, client=self._client, **wishes)
+            self._open(reopened)
         return reopened
 
     def _open(self, reopened: Reopened) -> None:
@@ -377,15 +376,15 @@ class Checkpointer:
         for hook in self._hooks:
             hook.remove()
         self._log.flush()
-        self._snapshotter.drain()
+        self._snapshotter.stop()
         pending = self._uploads.pending()
         self._client.close(seconds=self._close_seconds if pending else 10.0)
         self._snapshotter.close()
         self._log.close()
         self._progress.close()
-        left = [future for future in pending if not future.done()]
+        left = sum(not future.done() for future in pending)
         if left:
-            raise PersistError(f"{len(left)} snapshots did not become durable; `events.jsonl` tells why")
+            raise PersistError(f"{left} snapshots did not become durable; `events.jsonl` tells why")
 
     def _at_exit(self) -> None:
         """The interpreter ends without close(): finish complete snapshots, leave no process. Nothing new is saved."""

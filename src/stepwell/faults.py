@@ -47,6 +47,8 @@ POINTS: Final[dict[str, str]] = {
     "prune.begin": "agent: before the manifest of an old checkpoint goes",
     "prune.unlisted": "agent: the old checkpoint is no checkpoint any more",
     "prune.middle": "agent: some of its files are gone",
+    "spare.kept": "agent: the shard of an old checkpoint waits to be overwritten",
+    "spare.taken": "agent: an old shard under the temporary name of the next one",
     "lineage.linked": "trainer: the next lineage exists, directory not synced",
     "restore.loaded": "trainer: state is back, no lineage yet",
 }

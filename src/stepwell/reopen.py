@@ -8,9 +8,11 @@ Holds:   a damaged candidate is reported and the next older one is tried; never 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,18 +107,16 @@ def reopen(
             _refuse_overwriting(paths, entries)
         return Reopened(run, create_next(paths, parent=0, step=0), None, None)
     memory = _Memory.find(run.id, paths.root, client)
-    try:
-        candidates = memory.candidates(paths, step, before) + _from_disk(
-            paths, choose(entries, step=step, before=before), log
-        )
+    client.launch()
+    with contextlib.closing(memory):
+        choices = choose(entries, step=step, before=before)
+        candidates = memory.candidates(paths, step, before) + _from_disk(paths, choices, log)
         candidates.sort(key=_preference)
         restored, own, frozen = _try_all(candidates, tracked, log, paths, None, strict)
-    finally:
-        memory.close()
-    if restored is None:
-        _check_nothing(paths, choose(entries, step=step, before=before), log)
-        return Reopened(run, create_next(paths, parent=0, step=0), None, None)
-    lineage = create_next(paths, parent=restored.lineage, step=restored.step)
+        if restored is None:
+            _check_nothing(paths, choices, log)
+            return Reopened(run, create_next(paths, parent=0, step=0), None, None)
+        lineage = create_next(paths, parent=restored.lineage, step=restored.step)
     return Reopened(run, lineage, restored, own, frozen)
 
 
@@ -216,8 +216,9 @@ def _try_all(
     for candidate in candidates:
         started = time.monotonic()
         try:
-            record = candidate.record()
-            loaded = load_record(record, candidate.open_source, tracked, only=only, strict=strict)
+            with _no_collection():
+                record = candidate.record()
+                loaded = load_record(record, candidate.open_source, tracked, only=only, strict=strict)
         except DamagedError as error:
             damaged.append(f"{candidate.id} ({candidate.source}): {error}")
             log.emit(events.Damage(directory=candidate.id.directory, reason=str(error)))
@@ -244,6 +245,18 @@ def _try_all(
             path=str(paths.root),
         )
     return None, None, set()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Thousands of new objects would make Python look for garbage, in all there is, while the readers wait."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _redone(paths: RunPaths, id: CheckpointId) -> int | None:

@@ -41,6 +41,15 @@ class Operation:
     def is_frozen_link(self) -> bool:
         return self.op in ("link", "unlink") and self.name.endswith(".frozen.safetensors") and not self.is_prune
 
+    @property
+    def is_spare(self) -> bool:
+        """An old shard gets another name, to be overwritten. Where that fails, a new file is written."""
+        return self.op == "rename" and (self.name.startswith("spare.") or self.name.endswith(".safetensors.tmp"))
+
+    @property
+    def has_another_way(self) -> bool:
+        return self.is_frozen_link or self.is_spare
+
 
 def record_operations(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
     """All operations of the saves of an agent, in order: the agent's own code, run in this process."""
@@ -54,7 +63,7 @@ def record_operations(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Opera
 
     puppet = Puppet(root, frozen_bytes=FROZEN_BYTES)
     puppet.start()
-    persister = Persister(puppet.paths, journal.EventLog(root / "recorded.jsonl", who="agent"))
+    persister = Persister(puppet.paths, journal.EventLog(root / "recorded.jsonl", who="agent"), lineage=puppet.lineage)
     with monkeypatch.context() as patch:
         patch.setattr(files, "file_operation", record)
         for step in range(1, SAVES + 1):
@@ -83,7 +92,7 @@ def fail_at(operation: Operation, error: str, root: Path, monkeypatch: pytest.Mo
     where = f"{operation} {error}"
     for step in range(1, SAVES + 1):
         good = {entry.path: listing(entry.path) for entry in puppet.good()[:2]}
-        fails = operation.save == step and not operation.is_prune and not operation.is_frozen_link
+        fails = operation.save == step and not operation.is_prune and not operation.has_another_way
         assert puppet.save(step)["type"] == ("failed" if fails else "durable"), where
         if fails:
             assert {path: listing(path) for path in good} == good, where
@@ -91,7 +100,7 @@ def fail_at(operation: Operation, error: str, root: Path, monkeypatch: pytest.Mo
     assert puppet.save(SAVES + 1)["type"] == puppet.save(later)["type"] == "durable", where
     assert puppet.close(), where
     failures = puppet.events("persist-failed") + puppet.events("prune-failed")
-    assert len(failures) == (0 if operation.is_frozen_link else 1), f"{where}: {failures}"
+    assert len(failures) == (0 if operation.has_another_way else 1), f"{where}: {failures}"
     for failure in failures:
         assert failure["kind"] == ("prune-failed" if operation.is_prune else "persist-failed"), f"{where}: {failure}"
         assert f"[Errno {getattr(errno, error)}]" in failure["error"], f"{where}: {failure}"
@@ -103,7 +112,8 @@ def fail_at(operation: Operation, error: str, root: Path, monkeypatch: pytest.Mo
 
 
 def test_all_operations_are_recorded(operations: list[Operation]) -> None:
-    """So the tests below fail everything there is."""
+    """So the tests below fail everything there is, the overwriting of an old shard included."""
+    assert sum(operation.is_spare for operation in operations) > 1
     assert {operation.op for operation in operations} == set(OPERATIONS)
 
 

@@ -59,7 +59,7 @@ def test_it_loads_neither_torch_nor_numpy(puppet: Puppet) -> None:
     assert "torch" not in maps and "numpy" not in maps
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGIO])
 def test_it_survives_signals_that_are_meant_for_the_job(number: int, puppet: Puppet) -> None:
     pid = puppet.client.pid
     os.kill(pid, number)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
+from stepwell.arena.channel import find_agents, place
+from stepwell.store.catalog import scan
+from stepwell.store.lineage import read_run
+from stepwell.store.paths import RunPaths
 from tests.crash.harness import Ending, Run, children, wait_for
 
 NTH = 3
@@ -95,3 +104,31 @@ def test_loader_workers_do_not_hide_the_death_of_the_trainer(run: Run) -> None:
             worker.kill()
             worker.close()
     assert len(workers) == 2
+
+
+SAVE_AND_DIE = """
+import os, signal, sys, torch, stepwell
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
+optimizer = torch.optim.Adam(model.parameters())
+ckpt = stepwell.Checkpointer(sys.argv[1], policy=stepwell.Never(), model=model, optimizer=optimizer)
+ckpt.restore()
+for _ in range(3):
+    model(torch.randn(4, 512)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    handle = ckpt.save()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_killed_in_the_moment_save_returned(number: int, run_dir: Path) -> None:
+    """On the CPU `save()` returns when the copy is complete, so its checkpoint becomes durable whatever comes next."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SAVE_AND_DIE, str(run_dir)], env={**os.environ, "STEPWELL_LINGER": "1"}
+    )
+    assert ended.returncode == -signal.SIGKILL
+    wait_for(
+        lambda: [entry.id.step for entry in scan(RunPaths(run_dir)) if entry.is_good][:1] == [3], "step 3 is durable"
+    )
+    wait_for(lambda: not find_agents(place(read_run(RunPaths(run_dir)).id, run_dir), 0), "the agent ends")

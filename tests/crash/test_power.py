@@ -117,7 +117,9 @@ class Work:
         return self
 
     def _new_agent(self) -> Persister:
-        return Persister(self.puppet.paths, journal.EventLog(Path(os.devnull), who="agent"))
+        return Persister(
+            self.puppet.paths, journal.EventLog(Path(os.devnull), who="agent"), lineage=self.puppet.lineage
+        )
 
     def save(self, step: int) -> None:
         """One save; an agent that is killed in it is replaced by one that begins again."""

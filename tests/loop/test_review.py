@@ -230,3 +230,26 @@ def test_an_unexpected_error_in_an_automatic_save_does_not_stop_training(
     assert small.ckpt.save().wait(30)
     small.ckpt.close()
     assert len([event for event in small.events("snapshot-skipped") if "RuntimeError" in event["reason"]]) == 3
+
+
+def test_frozen_leaves_come_with_the_next_save_when_one_could_not_begin(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their image was announced by the one that failed: later ones must not wait for it for ever."""
+    small = Small(run_dir, {"policy": Never()})
+    small.model.append(torch.nn.Linear(1, 40).requires_grad_(False))
+    small.ckpt.restore()
+    real = small.ckpt._snapshotter._begin_copies
+    failures = iter([RuntimeError("no")])
+
+    def failing(*arguments: object) -> None:
+        for failure in failures:
+            raise failure
+        real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(small.ckpt._snapshotter, "_begin_copies", failing)
+    with pytest.raises(RuntimeError, match="no"):
+        small.ckpt.save()
+    assert small.ckpt.save().wait(30)
+    small.ckpt.close()
+    assert list(run_dir.glob("step-*/rank-00000.frozen.safetensors"))

@@ -69,7 +69,7 @@ class RunBuilder:
                 arena.set_suspects(0, 1, 0)
             pending = self._pending(flat, plan, arena, step, meta)
             log = journal.EventLog(self.paths.events, who="agent", lineage=self.lineage)
-            Persister(self.paths, log).persist(pending)
+            Persister(self.paths, log, lineage=pending.id.lineage).persist(pending)
             log.close()
         finally:
             arena.close()
@@ -121,12 +121,14 @@ def _fill(flat: Flat, plan: Plan) -> Arena:
 
 
 def restore(root: Path, objects: dict[str, Any], **options: Any) -> Reopened:
-    """What `Checkpointer.restore` does, up to the point where it would start its agent."""
+    """What `Checkpointer.restore` does, up to the point where it would greet its agent."""
     paths = RunPaths(root)
     log = journal.EventLog(paths.events, who="trainer")
+    client = AgentClient(log, lambda _: None)
     try:
-        return reopen(paths, track(objects), seed=None, log=log, client=AgentClient(log, lambda _: None), **options)
+        return reopen(paths, track(objects), seed=None, log=log, client=client, **options)
     finally:
+        client.give_up()
         log.close()
 
 

@@ -13,7 +13,7 @@ import pytest
 from stepwell.store import spare
 from stepwell.store.spare import Spare, is_left_over
 
-SIZE = 17 << 20
+SIZE = 3 << 10
 
 
 @pytest.fixture
@@ -50,11 +50,6 @@ def test_one_at_a_time(file: Path, kept: Spare) -> None:
 
 def test_a_second_name_keeps_its_bytes(file: Path, kept: Spare, tmp_path: Path) -> None:
     os.link(file, tmp_path / "copy of the user")
-    assert not kept.keep(file)
-
-
-def test_a_small_file_is_not_worth_it(file: Path, kept: Spare) -> None:
-    os.truncate(file, 1000)
     assert not kept.keep(file)
 
 
@@ -95,19 +90,44 @@ def test_a_reader_in_another_process_keeps_its_bytes(file: Path, kept: Spare) ->
     assert kept.keep(file)
 
 
-def test_opened_just_before_the_name_went(file: Path, kept: Spare, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second look, after the rename, finds the reader: the file goes, and the reader still has its bytes."""
+def test_opened_just_before_the_name_went(
+    file: Path, kept: Spare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second look, before it is overwritten, finds the reader: the file goes, and the reader has its bytes."""
     rename, readers = spare.files.rename, []
 
     def slow(source: Path, target: Path) -> None:
         readers.append(source.open("rb"))
         rename(source, target)
 
-    monkeypatch.setattr(spare.files, "rename", slow)
-    assert kept.keep(file)
-    assert not kept.path.exists() and not file.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(spare.files, "rename", slow)
+        assert kept.keep(file)
+    assert not kept.take(tmp_path / "next")
+    assert not kept.path.exists() and not (tmp_path / "next").exists()
     assert readers[0].read(3) == b"old"
     readers[0].close()
+
+
+def test_given_a_second_name_while_it_waited(file: Path, kept: Spare, tmp_path: Path) -> None:
+    assert kept.keep(file)
+    os.link(kept.path, tmp_path / "a copy of the run made with links")
+    assert not kept.take(tmp_path / "next")
+
+
+def test_what_cannot_be_renamed_is_not_kept_and_not_taken(
+    file: Path, kept: Spare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError("read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spare.files, "rename", refused)
+        assert not kept.keep(file)
+    assert file.exists() and kept.keep(file)
+    monkeypatch.setattr(spare.files, "rename", refused)
+    assert not kept.take(tmp_path / "next")
+    assert kept.path.exists()
 
 
 def test_without_leases_nothing_is_kept(file: Path, kept: Spare, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -47,6 +47,7 @@ class AgentClient:
         self._begun: dict[int, Message] = {}
         self._closing: Message | None = None
         self._ended = threading.Event()
+        self._is_started = False
         self._deaths: list[float] = []
         self.pid = 0
 
@@ -58,15 +59,31 @@ class AgentClient:
                 try:
                     if self._channel is None:
                         self._spawn()
-                    else:
-                        self._greet()
+                    self._greet()
                     break
                 except AgentError as error:
-                    self._let_go()
+                    self.give_up()
                     if not tries_left:
                         raise
                     events.logger.warning("%s; starting another one", error)
+        self._is_started = True
         threading.Thread(target=self._listen, daemon=True, name="stepwell-agent-client").start()
+
+    def launch(self) -> None:
+        """Let an agent start while this process reads, unless one was adopted. `start` greets it, or tries again."""
+        if self._channel is None:
+            with contextlib.suppress(AgentError):
+                self._spawn()
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """If this block fails before `start`, nobody will greet the agent that was launched: it ends."""
+        try:
+            yield
+        except BaseException:
+            if self._process is not None and not self._is_started:
+                self.give_up()
+            raise
 
     def adopt(self, channel: Channel, pid: int) -> None:
         """Use the agent of a dead trainer. Comes before `start`."""
@@ -90,7 +107,6 @@ class AgentClient:
         finally:
             theirs.close()
         self._channel, self.pid = Channel(ours), self._process.pid
-        self._greet()
 
     def _greet(self) -> None:
         assert self._channel is not None
@@ -106,7 +122,7 @@ class AgentClient:
             raise AgentError(f"the agent (process {self.pid}) ended at once; its error is above", pid=self.pid)
         self._channel.socket.settimeout(None)
 
-    def _let_go(self) -> str:
+    def give_up(self) -> str:
         """Be rid of an agent that ended or does not answer. Returns how it ended."""
         if self._channel is not None:
             self._channel.close()
@@ -212,12 +228,13 @@ class AgentClient:
             self._on_message({"type": "lost"})
             return False
         with self._lock:
-            status = self._let_go()
+            status = self.give_up()
             try:
                 self._spawn()
+                self._greet()
             except AgentError as error:
                 events.logger.error("%s", error)
-                self._let_go()
+                self.give_up()
                 time.sleep(0.2 * len(self._deaths))
                 return True
             # In the order in which it was said first (all numbers come from one counter): an arena that no snapshot

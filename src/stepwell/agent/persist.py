@@ -33,9 +33,7 @@ from stepwell.types import Keep
 class Persister:
     """Writes snapshots of one run. Remembers the last frozen file, to store it by reference while unchanged."""
 
-    def __init__(
-        self, paths: RunPaths, log: journal.EventLog, writer: Writer | None = None, *, lineage: int = 0
-    ) -> None:
+    def __init__(self, paths: RunPaths, log: journal.EventLog, writer: Writer | None = None, *, lineage: int) -> None:
         self.paths = paths
         self._lineage = lineage
         self.log = log

@@ -341,6 +341,7 @@ def main() -> None:
     journal.speak_to_terminal("stepwell agent", logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when the agent ends
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # somebody opened a file while `store.spare` held a lease on it
     sock = socket.socket(fileno=int(sys.argv[1]))
     Agent(Channel(sock)).run()
     os._exit(0)

@@ -40,7 +40,7 @@ class Worker:
         self.keep = Keep()
         self.log = journal.EventLog(Path(os.devnull), who="agent")
         self._writer = Writer()
-        self.persister = Persister(RunPaths(Path()), self.log, self._writer)
+        self.persister = Persister(RunPaths(Path()), self.log, self._writer, lineage=0)
         self._sweeps_due = 0
 
     def serve(self, paths: RunPaths, lineage: int, keep: Keep) -> None:

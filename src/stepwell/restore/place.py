@@ -6,7 +6,7 @@ Holds:   when a lane is closed all its bytes have arrived, on the device too; no
          being overwritten, and nothing into memory that work queued before the restore still uses.
 
 To a device each thread has two rooms: while one is on its way the other is filled. Page-locking the arena itself would
-take seconds, this staging half a millisecond a megabyte.
+take seconds, this staging a fifth of a millisecond a megabyte.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence, Set
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from stepwell.arena.memory import PAGE, whole_pages
+from stepwell.cudart import HOST_TO_DEVICE, PORTABLE, forget_error, lock_pages, quick_copy, unlock_pages
 from stepwell.restore.read import Lane, Piece, Room
 
 _Place = tuple[int, bool]
@@ -27,8 +28,6 @@ _WORTH_ASKING: Final = 256 << 10
 _ROOMS: Final = 2
 HUGE_PAGES = True
 """For the staging: a few pages are locked faster than thousands. Where the kernel has none it gives small ones."""
-_PORTABLE: Final = 1
-"""cudaHostRegisterPortable: page-locked for every device."""
 _MADV_POPULATE_WRITE: Final = 23
 _libc = ctypes.CDLL(None)
 
@@ -119,12 +118,9 @@ class _Staging:
     def __init__(self, nbytes: int, *, is_locked: bool) -> None:
         self.nbytes = whole_pages(nbytes)
         self._room = Room(_ROOMS * self.nbytes, huge=is_locked and HUGE_PAGES)
-        self._is_locked = is_locked and self._lock() == 0
+        self.is_locked = is_locked and lock_pages(self._room.address, self._room.nbytes, PORTABLE)
         self.starts = [turn * self.nbytes for turn in range(_ROOMS)]
         self.views = [self._room.view[start : start + self.nbytes] for start in self.starts]
-
-    def _lock(self) -> int:
-        return int(torch.cuda.cudart().cudaHostRegister(self._room.address, self._room.nbytes, _PORTABLE))
 
     def tensor(self) -> torch.Tensor:
         """All rooms as bytes."""
@@ -135,8 +131,8 @@ class _Staging:
         return self._room.address + self.starts[turn]
 
     def close(self) -> None:
-        if self._is_locked:
-            torch.cuda.cudart().cudaHostUnregister(self._room.address)
+        if self.is_locked:
+            unlock_pages(self._room.address)
         for view in self.views:
             view.release()
         self._room.close()
@@ -159,6 +155,8 @@ class _DeviceLane:
         self._events = [{device: torch.cuda.Event(blocking=True) for device in streams} for _ in range(_ROOMS)]
         self._used: list[set[torch.device]] = [set() for _ in range(_ROOMS)]
         self._turn = 0
+        self._copy: Any = quick_copy() if staging.is_locked else None
+        self._queues = {device: stream.cuda_stream for device, stream in streams.items()}
         if streams:
             self._before = torch.cuda.current_device(), [torch.cuda.current_stream(device) for device in streams]
             for stream in streams.values():
@@ -167,7 +165,8 @@ class _DeviceLane:
     def room(self) -> memoryview:
         self._turn = (self._turn + 1) % _ROOMS
         for device in self._used[self._turn]:
-            self._events[self._turn][device].synchronize()
+            if not self._events[self._turn][device].query():
+                self._events[self._turn][device].synchronize()
         self._used[self._turn].clear()
         return self._staging.views[self._turn]
 
@@ -178,13 +177,22 @@ class _DeviceLane:
             flat = self._flat.get(leaf.name)
             if flat is not None:
                 is_async = flat.device in self._streams
-                flat[offset : offset + high - low].copy_(data[low:high], non_blocking=is_async)
+                if is_async and self._copy is not None:
+                    self._queue(flat.data_ptr() + offset, address + low, high - low, self._queues[flat.device])
+                else:
+                    flat[offset : offset + high - low].copy_(data[low:high], non_blocking=is_async)
                 if is_async:
                     used.add(flat.device)
             elif leaf.name in self._on_host:
                 _move(self._on_host[leaf.name], offset, address + low, high - low)
         for device in used:
             self._events[turn][device].record(self._streams[device])
+
+    def _queue(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        status = self._copy(target, source, nbytes, HOST_TO_DEVICE, stream)
+        if status:
+            forget_error()
+            raise RuntimeError(f"CUDA refused to copy restored bytes to the device (error {status})")
 
     def close(self) -> None:
         try:

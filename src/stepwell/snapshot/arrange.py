@@ -14,7 +14,7 @@ import torch
 from stepwell.snapshot.device import DeviceProgram
 from stepwell.snapshot.guard import Fingerprints, Samples, facts
 from stepwell.snapshot.plan import Plan, make_plan, signature
-from stepwell.snapshot.program import Program, make_program
+from stepwell.snapshot.program import Program, Source, make_program
 from stepwell.state.capture import leaves_after
 from stepwell.state.flatten import Flat, Leaf
 from stepwell.state.roles import Owners, Role, assign_roles
@@ -41,6 +41,12 @@ class Arrangement:
         """How much of the live image comes from a device."""
         programs = (self.fixed, self.rest)
         return sum(source.nbytes for program in programs for source in program.device.get(device, []))
+
+    def late(self) -> list[Source]:
+        """Leaves of the live image that are copied while training runs."""
+        programs = (self.fixed, self.rest)
+        on_device = [source for program in programs for sources in program.device.values() for source in sources]
+        return [source for source in on_device if source.is_late] + [s for program in programs for s in program.host]
 
     def kept_devices(self) -> Iterator[tuple[torch.device, DeviceProgram]]:
         """Programs of the leaves that stay."""

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from stepwell.arena.memory import Arena
+from stepwell.cudart import lock_pages, unlock_pages
 from stepwell.snapshot.graph import CopyBatch
 from stepwell.snapshot.program import Source
 
@@ -312,13 +313,20 @@ def spare_bytes(device: torch.device) -> int:
 class CudaPages:
     """Registers arenas with CUDA, so that copies run at full speed beside compute. Does nothing without CUDA."""
 
+    def __init__(self) -> None:
+        self._locked: set[int] = set()
+
     def lock(self, arena: Arena) -> bool:
         """Takes seconds for many gigabytes; False if there is no device or the driver refused."""
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
             return False
-        return int(torch.cuda.cudart().cudaHostRegister(arena.address(), arena.shape.nbytes, 0)) == 0
+        is_locked = lock_pages(arena.address(), arena.shape.nbytes)
+        if is_locked:
+            self._locked.add(arena.address())
+        return is_locked
 
     def unlock(self, arena: Arena) -> None:
-        """Undo `lock`; harmless where it did nothing."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.cudart().cudaHostUnregister(arena.address())
+        """Undo `lock`, if it did something."""
+        if arena.address() in self._locked:
+            self._locked.remove(arena.address())
+            unlock_pages(arena.address())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stepwell.cudart import DEVICE_TO_HOST, runtime
+from stepwell.cudart import DEVICE_TO_HOST, forget_error, runtime
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """Target in page-locked memory and source on the device, both flat, of the same type and size."""
@@ -29,6 +29,7 @@ class CopyBatch:
     def _build(self) -> ctypes.c_void_p | None:
         library, graph, before = runtime(), ctypes.c_void_p(), ctypes.c_void_p()
         if library.cudaGraphCreate(ctypes.byref(graph), 0):
+            forget_error()
             return None
         try:
             for number, (target, source) in enumerate(self._copies):
@@ -38,11 +39,14 @@ class CopyBatch:
                     ctypes.byref(node), graph, ctypes.byref(before) if number else None, min(1, number),
                     where, whence, source.nbytes, DEVICE_TO_HOST,
                 ):  # fmt: skip
+                    forget_error()
                     return None
                 before = node
             launchable = ctypes.c_void_p()
-            failed = library.cudaGraphInstantiateWithFlags(ctypes.byref(launchable), graph, 0)
-            return None if failed else launchable
+            if library.cudaGraphInstantiateWithFlags(ctypes.byref(launchable), graph, 0):
+                forget_error()
+                return None
+            return launchable
         finally:
             library.cudaGraphDestroy(graph)
 
@@ -54,6 +58,7 @@ class CopyBatch:
             return
         status = runtime().cudaGraphLaunch(self._launchable, stream.cuda_stream)
         if status:
+            forget_error()
             raise RuntimeError(f"CUDA refused to launch the copies of a snapshot (error {status})")
 
     def close(self) -> None:

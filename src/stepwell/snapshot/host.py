@@ -111,6 +111,12 @@ class HostWork:
                 if not self._count:
                     self.copied.set()
 
+    def stop(self, error: Exception) -> None:
+        """The snapshot is lost: copy nothing more. On return no thread writes to its slot any more."""
+        self.error = self.error or error
+        self.help()
+        self.copied.wait()
+
     def _copy(self, copy: HostCopy) -> None:
         if copy.is_checked and copy.name not in self.suspects and has_non_finite(copy.tensor):
             self.suspects[copy.name] = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stepwell import events, journal
-from stepwell.arena.memory import HEADER_BYTES, PAGE, Arena, ArenaShape, available_bytes, whole_pages
+from stepwell.arena.memory import FROZEN, HEADER_BYTES, PAGE, Arena, ArenaShape, available_bytes, whole_pages
 from stepwell.format.checksum import BLOCK_BYTES
 from stepwell.snapshot.plan import Plan
 
@@ -55,7 +55,7 @@ class SlotPool:
         self._log = log
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._is_preparing = False
+        self._is_preparing = self._is_stopping = False
         self.arena: Arena | None = None
         self.slots: list[Slot] = []
         self.frozen_sequence = 0
@@ -99,22 +99,30 @@ class SlotPool:
             started = time.monotonic()
             if old is not None:
                 self._drop(old)
-            arena, page_locked = self._allocate(plan, generation), False
-            if arena is not None:
+            arena = None if self._is_stopping else self._allocate(plan, generation)
+            if arena is None:
+                return None
+            try:
                 _fault_in(arena)  # before it is locked: a driver that has to do it holds the device up for seconds
+                if self._is_stopping:
+                    self._drop(arena)
+                    return None
                 page_locked = self._pages.lock(arena)
                 on_ready(arena)
-                shape = arena.shape
-                self._log.emit(
-                    events.Arena(
-                        slots=0 if self.is_streaming else shape.slots,
-                        slot_bytes=shape.slot_bytes,
-                        frozen_bytes=shape.frozen_bytes,
-                        seconds=time.monotonic() - started,
-                        page_locked=page_locked,
-                        reason=self.reason,
-                    )
+            except BaseException:
+                self._drop(arena)
+                raise
+            shape = arena.shape
+            self._log.emit(
+                events.Arena(
+                    slots=0 if self.is_streaming else shape.slots,
+                    slot_bytes=shape.slot_bytes,
+                    frozen_bytes=shape.frozen_bytes,
+                    seconds=time.monotonic() - started,
+                    page_locked=page_locked,
+                    reason=self.reason,
                 )
+            )
             return arena
 
         self._thread = threading.Thread(target=work, daemon=True, name="stepwell-arena")
@@ -206,6 +214,8 @@ class SlotPool:
         for slot in self.slots:
             if slot.sequence == sequence and self.arena is not None:
                 self.arena.set_verdict(slot.index, sequence, is_good=False)
+                if not self.arena.is_complete(FROZEN, self.frozen_sequence):
+                    self.frozen_sequence = 0  # it was to bring the frozen leaves too
         self.forget(sequence)
         self.release(sequence)
 
@@ -224,10 +234,15 @@ class SlotPool:
         """How many slots are in use."""
         return sum(1 for slot in self.slots if slot.sequence)
 
-    def close(self) -> None:
-        """Give the memory back."""
+    def stop(self) -> None:
+        """No arena is needed any more: let one that is being made ready come to nothing, and wait for that."""
+        self._is_stopping = True
         if self._thread is not None:
             self._thread.join()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.stop()
         if self.arena is not None:
             self._drop(self.arena)
             self.arena = None

@@ -25,7 +25,6 @@ from stepwell.snapshot.guard import Guard, content_digest
 from stepwell.snapshot.host import Copier, HostCopy, HostWork, has_non_finite, pieces
 from stepwell.snapshot.inflight import Fill, Inflight
 from stepwell.snapshot.pool import Slot, SlotPool
-from stepwell.snapshot.program import Source
 from stepwell.snapshot.stream import Answers, stream_image
 from stepwell.state.flatten import Flat
 from stepwell.state.tracked import Tracked
@@ -261,7 +260,7 @@ class Snapshotter:
             if source.is_checked and has_non_finite(source.tensor):
                 inflight.host.suspects[source.name] = None
         if self._verify:
-            inflight.digests = {source.name: content_digest(source.tensor) for source in _late(arrangement)}
+            inflight.digests = {source.name: content_digest(source.tensor) for source in arrangement.late()}
         if inflight.strategy == "device" and not copies:
             inflight.look()  # everything is a clone already: nothing later can spoil it
 
@@ -367,9 +366,9 @@ class Snapshotter:
         self._on_settled(inflight)
 
     def copy_now(self) -> None:
-        """Copy what the host has to copy, at full speed. What a device copies goes on by itself."""
+        """Copy what the host has to copy, at full speed, and wait for the verdict unless a device still copies."""
         if self._inflight is not None:
-            self._inflight.wait_host()
+            (self._inflight.wait_host if self._inflight.jobs else self._inflight.wait)()
 
     def drain(self) -> None:
         """Wait until the snapshot under way is complete or void."""
@@ -378,9 +377,14 @@ class Snapshotter:
             inflight.wait()
             self._inflight = None
 
-    def close(self) -> None:
-        """Finish the copy under way and give the memory back."""
+    def stop(self) -> None:
+        """Finish the copy under way; nothing begins after it."""
         self.drain()
+        self.pool.stop()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.stop()
         self._copier.close()
         self._let_go()
         self.pool.close()
@@ -389,12 +393,3 @@ class Snapshotter:
 def _position(copy: HostCopy) -> int:
     """In the order of the image, so that writing can follow; the frozen image last."""
     return copy.start if copy.start is not None else 1 << 62
-
-
-def _late(arrangement: Arrangement) -> list[Source]:
-    """Leaves of the live image that are copied while training runs."""
-    programs = (arrangement.fixed, arrangement.rest)
-    on_device = [source for program in programs for sources in program.device.values() for source in sources]
-    return [source for source in on_device if source.is_late] + [
-        source for program in programs for source in program.host
-    ]

@@ -15,10 +15,10 @@ import os
 from pathlib import Path
 from typing import Final
 
+from stepwell.faults import crash_point
 from stepwell.store import files
 
 PREFIX: Final = "spare."
-_LEAST_BYTES: Final = 16 << 20
 
 
 class Spare:
@@ -30,33 +30,30 @@ class Spare:
 
     def keep(self, file: Path) -> bool:
         """Take a file of a checkpoint that is no checkpoint any more. False: it has to be removed."""
-        if file.name != f"{self.stem}.safetensors" or os.path.lexists(self.path):
+        if file.name != f"{self.stem}.safetensors" or os.path.lexists(self.path) or not _is_ours_alone(file):
             return False
         try:
-            fd = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            status = os.fstat(fd)
-            if status.st_nlink != 1 or status.st_size < _LEAST_BYTES or not _is_ours_alone(fd):
-                return False
             files.rename(file, self.path)
-            if not _is_ours_alone(fd):  # opened before it lost its name
-                files.remove(self.path)
-            return True
         except OSError:
-            return not os.path.lexists(file)
-        finally:
-            os.close(fd)
+            return False
+        crash_point("spare.kept")
+        return True
 
     def take(self, path: Path) -> bool:
-        """Give the file this name, to be overwritten. False if there is none, or it cannot be had."""
+        """Give the file this name, to be overwritten. False if there is none, or it cannot be had.
+
+        Looked at once more: whoever opened it before it lost its name still has its bytes.
+        """
         if not os.path.lexists(self.path):
             return False
         try:
+            if not _is_ours_alone(self.path):
+                self.drop()
+                return False
             files.rename(self.path, path)
         except OSError:
             return False
+        crash_point("spare.taken")
         return True
 
     def drop(self) -> None:
@@ -70,11 +67,19 @@ def is_left_over(name: str, lineage: int) -> bool:
     return stem.startswith(PREFIX) and number.isdecimal() and int(number) < lineage
 
 
-def _is_ours_alone(fd: int) -> bool:
-    """Whether this is the only open file of it, mappings included."""
+def _is_ours_alone(path: Path) -> bool:
+    """Whether it is a file with one name, and open nowhere, mappings included."""
     try:
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if os.fstat(fd).st_nlink != 1:
+            return False
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # an open meanwhile waits for the next line, and is a SIGIO
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError:
         return False
+    finally:
+        os.close(fd)
     return True

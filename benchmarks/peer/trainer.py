@@ -162,7 +162,7 @@ def run_saves(spec: dict[str, Any], parent: Parent) -> dict[str, Any]:
         "kept": training.kept,
         "files": [str(row.path(step)) for step in training.kept],
         "file_bytes": disk.total_bytes(row.path(training.kept[-1])),
-        "notes": row.notes,
+        "notes": row.notes + ([] if work.is_finite() else ["the training diverged"]),
         "facts": row.facts(),
     }
 

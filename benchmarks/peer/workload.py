@@ -1,8 +1,8 @@
 """The training that is measured: a GPT, or a loop that does nothing but change every tensor a little.
 
 Owns:    model, optimizer, the flat view of their state, and the stamps that make a torn checkpoint visible.
-Holds:   after `update` three elements of every parameter and moment hold the number of the step; a loaded state
-         whose stamps differ is torn.
+Holds:   after `update` three elements of every parameter and moment hold the number of the step (times `STAMP`); a
+         loaded state whose stamps differ is torn.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+STAMP = 2.0**-20
+"""What a step adds to the stamps: exact, and small enough for the training to stay finite."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ class Workload:
             self._stamps = stamp_views(state)
             self._counters = [tensor for name, tensor in state.items() if name.endswith(".step")]
         torch._foreach_zero_(self._stamps)
-        torch._foreach_add_(self._stamps, float(self.steps_done))
+        torch._foreach_add_(self._stamps, self.steps_done * STAMP)
         if self.is_dispatch:
             torch._foreach_add_(self._counters, 1.0)
 
@@ -176,11 +178,16 @@ class Workload:
         """Forget everything, so that only a load can bring it back."""
         torch._foreach_zero_(list(self.state().values()))
 
+    def is_finite(self) -> bool:
+        """A training that diverged is another one: stepwell keeps, and restores, what came before."""
+        return all(bool(torch.isfinite(parameter).all()) for parameter in self.model.parameters())
+
     def found_stamps(self) -> list[int]:
         """The step numbers found in the tensors, counters of the optimizer included. One number: consistent."""
         state = self.state()
-        views = stamp_views(state) + [value.reshape(1) for name, value in state.items() if name.endswith(".step")]
-        return sorted(set(torch.cat([view.float().cpu() for view in views]).long().tolist()))
+        stamps = torch.cat([view.float().cpu() for view in stamp_views(state)]) / STAMP
+        counters = torch.stack([value.float().cpu() for name, value in state.items() if name.endswith(".step")])
+        return sorted(set(torch.cat([stamps, counters]).tolist()))
 
 
 def stamp_views(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -140,16 +140,16 @@ class Checkpointer:
     def _reopen(self, **wishes: Any) -> Reopened:
         with self._client.starting():
             reopened = reopen(self._paths, self._tracked, seed=self._seed, log=self._log, client=self._client, **wishes)
-            self._open(reopened)
+            self._open(reopened, strict=wishes.get("strict", True))
         return reopened
 
-    def _open(self, reopened: Reopened) -> None:
+    def _open(self, reopened: Reopened, *, strict: bool) -> None:
         """From here on the run is ours: agent, data, hooks, memory."""
         self._log.lineage = reopened.lineage.number
         if self._loader is not None:
             self.data.attach(make_source(self._loader, reopened.run.seed))
         if reopened.own is not None:
-            for problem in self._own.load(reopened.own):
+            for problem in self._own.load(reopened.own, strict=strict):
                 self._log.emit(events.Mismatch(problems=[problem]))
         self._snapshotter.open(reopened.lineage.number)
         self._client.start(reopened.hello(self._paths, self._keep))

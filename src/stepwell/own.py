@@ -9,40 +9,61 @@ from __future__ import annotations
 
 from typing import Any
 
+from stepwell.data.cursor import Cursor
 from stepwell.data.loader import Batches
 from stepwell.data.steps import StepCounter
+from stepwell.errors import DataError
 from stepwell.state import rng
 
 
 class OwnState:
-    """Counters and generators of one run. `consumed` counts batches at the last step, so prefetched ones do not."""
+    """Counters and generators of one run. `at` is the position at the last step: what is prefetched does not count."""
 
     def __init__(self, steps: StepCounter, data: Batches) -> None:
         self._steps = steps
         self._data = data
         self._rng_to_set: dict[str, Any] | None = None
-        self._told = 0
-        self.consumed = 0
+        self._told = self.at = Cursor()
         self.is_finished = False
         self.is_after_epoch = False
 
     def capture(self) -> dict[str, Any]:
         """As it is saved. `is_after_epoch`: the code after the epoch's last batch is done too, the next one begins."""
+        at, length = Cursor() if self.is_after_epoch else self.at, self._data.length()
         return {
             "step": self._steps.step,
             "epoch": self._data.epoch + int(self.is_after_epoch),
-            "consumed": 0 if self.is_after_epoch else self.consumed,
+            "consumed": at.batches,
+            "samples": None if length is None else at.samples,
+            "length": length,
             "finished": self.is_finished,
             "rng": rng.capture(),
         }
 
-    def load(self, own: dict[str, Any]) -> list[str]:
-        """Go back to what was captured. Returns what could not be set on this machine."""
-        self._steps.step, self.is_finished, self.consumed = own["step"], own["finished"], own["consumed"]
-        self._told = own["consumed"]
-        self._data.seek(own["epoch"], own["consumed"])
+    def load(self, own: dict[str, Any], *, strict: bool) -> list[str]:
+        """Go back to what was captured. Returns what could not be set on this machine.
+
+        Raises DataError, if `strict`, when the position means another one now.
+        """
+        problem = self._drift(own)
+        if problem and strict:
+            raise DataError(
+                f"{problem}: some samples would come twice or never. Give the data set as it was, or go on with what "
+                "there is: restore(strict=False)",
+                expected=own["length"],
+                found=self._data.length(),
+            )
+        self._steps.step, self.is_finished = own["step"], own["finished"]
+        self._told = self.at = self._data.read(own["consumed"], own.get("samples"))
+        self._data.seek(own["epoch"], self.at)
         self._rng_to_set = own["rng"]
-        return rng.restore(own["rng"])
+        return [*([problem] if problem else []), *rng.restore(own["rng"])]
+
+    def _drift(self, own: dict[str, Any]) -> str:
+        saved, live = own.get("length"), self._data.length()
+        if saved is None or live is None or saved == live or not own["consumed"]:
+            return ""
+        return f"the data set had {saved} samples and has {live} now, in the middle of epoch {own['epoch']}"
 
     def settle_generators(self, *, again: bool) -> None:
         """The loop has begun: set the generators once more if `again`, and never after that."""
@@ -52,13 +73,13 @@ class OwnState:
 
     def go_to(self, epoch: int) -> None:
         """To the start of an epoch."""
-        self._data.seek(epoch, 0)
-        self.consumed = self._told = 0
+        self._told = self.at = Cursor()
+        self._data.seek(epoch, self.at)
 
     def tell(self, batches: int) -> None:
         """`step()` says how many batches the loop body used: one that reads ahead was delivered more than that."""
-        self._told += batches
+        self._told = self._data.after(self._told, batches)
 
     def note_step(self) -> None:
         """A step is done: everything used so far is consumed."""
-        self.consumed = self._told if self._steps.is_explicit else self._data.consumed
+        self.at = self._told if self._steps.is_explicit else self._data.at

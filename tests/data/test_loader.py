@@ -22,7 +22,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from stepwell.data.loader import Batches, LoaderSource, SequenceSource, epoch_seed, make_source
+from stepwell.data.cursor import Cursor
+from stepwell.data.loader import Batches, LoaderSource, SequenceSource, Source, make_source
+from stepwell.data.sampler import Plain, Skipping, epoch_seed, make_sampler
 from stepwell.errors import DataError
 
 N = 23
@@ -113,6 +115,13 @@ def loaders() -> dict[str, Any]:
     }
 
 
+def further(source: Source, batches: int) -> Cursor:
+    at = Cursor()
+    for _ in range(batches):
+        at = source.after(at)
+    return at
+
+
 def plain(batches: Any) -> list[Any]:
     return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
 
@@ -121,7 +130,7 @@ def plain(batches: Any) -> list[Any]:
 def test_the_order_is_a_function_of_seed_and_epoch(name: str) -> None:
     def order(seed: int, epoch: int) -> list[Any]:
         torch.manual_seed(random.randrange(1000))
-        return plain(make_source(loaders()[name], seed).open(epoch, 0))
+        return plain(make_source(loaders()[name], seed).open(epoch, Cursor()))
 
     first = order(5, 2)
     assert order(5, 2) == first
@@ -129,15 +138,17 @@ def test_the_order_is_a_function_of_seed_and_epoch(name: str) -> None:
         assert order(5, 3) != first
     if name not in ("in order", "list sampler", "distributed", "set_epoch"):
         assert order(6, 2) != first
-    assert make_source(loaders()[name], 5).count() == len(first)
+    assert make_source(loaders()[name], 5).left(Cursor()) == len(first)
 
 
 @pytest.mark.parametrize("name", [name for name in loaders() if name != "workers"])
 def test_a_resume_at_every_batch_is_the_tail(name: str) -> None:
     source = make_source(loaders()[name], 5)
-    whole = plain(source.open(1, 0))
+    whole, at = plain(source.open(1, Cursor())), Cursor()
     for skip in range(len(whole) + 1):
-        assert plain(source.open(1, skip)) == whole[skip:]
+        assert source.left(at) == len(whole) - skip
+        assert plain(source.open(1, at)) == whole[skip:]
+        at = source.after(at)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -147,22 +158,22 @@ def test_a_resume_with_workers_is_the_tail(persistent: bool) -> None:
         return LoaderSource(loader, 5)
 
     uninterrupted = make()
-    epochs = [plain(uninterrupted.open(epoch, 0)) for epoch in (0, 1)]
+    epochs = [plain(uninterrupted.open(epoch, Cursor())) for epoch in (0, 1)]
     assert sorted(item for batch in epochs[0] for item in batch) == list(range(N))
     resumed = make()
-    assert plain(resumed.open(0, 2)) == epochs[0][2:]
-    assert plain(resumed.open(1, 0)) == epochs[1], "and the next epoch after it"
-    assert plain(resumed.open(1, 6)) == []
+    assert plain(resumed.open(0, further(resumed, 2))) == epochs[0][2:]
+    assert plain(resumed.open(1, Cursor())) == epochs[1], "and the next epoch after it"
+    assert plain(resumed.open(1, further(resumed, 6))) == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_is_skipped_is_not_read(workers: int) -> None:
     data = Counted()
     source = LoaderSource(DataLoader(data, batch_size=4, shuffle=True, num_workers=workers), 5)
-    whole = plain(source.open(0, 0))
+    whole = plain(source.open(0, Cursor()))
     assert data.reads.tolist() == [1] * N
     data.reads.zero_()
-    assert plain(source.open(0, 4)) == whole[4:]
+    assert plain(source.open(0, further(source, 4))) == whole[4:]
     tail = {item for batch in whole[4:] for item in batch}
     assert data.reads.tolist() == [int(index in tail) for index in range(N)]
 
@@ -177,8 +188,8 @@ def test_the_global_generators_are_neither_read_nor_moved(name: str) -> None:
     torch.manual_seed(1)
     numpy.random.seed(1)
     random.seed(1)
-    plain(source.open(0, 0))
-    plain(source.open(0, 3))
+    plain(source.open(0, Cursor()))
+    plain(source.open(0, further(source, 3)))
     assert (torch.rand(1), numpy.random.rand(), random.random()) == expected
 
 
@@ -243,7 +254,7 @@ def test_a_delivered_batch_counts_and_the_request_comes_before_it() -> None:
     loop = Loop(SequenceSource(["a", "b"]))
     seen = []
     for batch in loop.data:
-        seen.append((batch, loop.data.consumed, loop.data.is_at_end))
+        seen.append((batch, loop.data.at.batches, loop.data.is_at_end))
     assert seen == [("a", 1, False), ("b", 2, True)]
     assert loop.said == ["start", "request", "delivered", "request", "delivered", "request"]
     assert len(loop.data) == 2
@@ -254,7 +265,7 @@ def test_after_a_break_the_rest_of_the_epoch_is_left() -> None:
     for batch in loop.data:
         if batch == "b":
             break
-    assert loop.data.consumed == 2
+    assert loop.data.at == Cursor(2)
     assert list(loop.data) == ["c", "d", "e"]
 
 
@@ -266,9 +277,9 @@ def test_the_next_round_is_the_next_epoch() -> None:
 
 def test_seek() -> None:
     loop = Loop(SequenceSource(list("abc")))
-    loop.data.seek(4, 2)
+    loop.data.seek(4, Cursor(2))
     assert list(loop.data) == ["c"] and loop.data.epoch == 4
-    loop.data.seek(4, 3)
+    loop.data.seek(4, Cursor(3))
     assert loop.data.is_at_end and list(loop.data) == []
 
 
@@ -279,3 +290,49 @@ def test_without_data_it_says_what_to_do() -> None:
     with pytest.raises(TypeError):
         len(loop.data)
     assert not loop.data.is_at_end
+
+
+@pytest.mark.parametrize("name", loaders())
+def test_plain_samplers_are_computed_and_others_are_skipped_through(name: str) -> None:
+    loader = loaders()[name]
+    sampler = make_sampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler, 5)
+    others = {"with replacement", "weighted", "subset", "distributed", "set_epoch", "own batch sampler", "list sampler"}
+    assert type(sampler) is (Skipping if name in others else Plain)
+
+
+class Billion(Dataset[int]):
+    def __len__(self) -> int:
+        return 10**9
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_the_last_batch_of_a_billion_is_there_at_once() -> None:
+    """Without a list of a billion numbers, and without walking through them."""
+    source = LoaderSource(DataLoader(Billion(), batch_size=64, shuffle=True), 5)
+    assert source.left(Cursor()) == 15_625_000
+    end = Cursor(15_624_999, 10**9 - 64)
+    (last,), (again,) = plain(source.open(2, end)), plain(source.open(2, end))
+    assert len(set(last)) == 64 and last == again
+
+
+@pytest.mark.parametrize("sizes", [(4, 7), (7, 4), (1, 23), (5, 1), (4, 30)])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_another_batch_size_goes_on_with_the_next_sample(sizes: tuple[int, int], shuffle: bool) -> None:
+    """In the middle of an epoch: every sample still comes once, in the same order."""
+    first, second = (LoaderSource(DataLoader(Counted(), batch_size=size, shuffle=shuffle), 5) for size in sizes)
+    whole = [item for batch in plain(first.open(3, Cursor())) for item in batch]
+    assert sorted(whole) == list(range(N))
+    for batches in range(1, -(-N // sizes[0]) + 1):
+        at = further(first, batches)
+        rest = plain(second.open(3, second.read(at.batches, at.samples)))
+        assert [item for batch in rest for item in batch] == whole[at.samples :]
+        assert all(len(batch) == sizes[1] for batch in rest[:-1])
+
+
+def test_a_position_in_batches_is_understood() -> None:
+    """Of a checkpoint whose source counted batches, or of one made before samples were counted."""
+    source = LoaderSource(DataLoader(Counted(), batch_size=4, shuffle=True), 5)
+    assert source.read(3, None) == Cursor(3, 12)
+    assert source.read(6, None) == Cursor(6, N)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from stepwell import faults, journal
-from stepwell.data.loader import epoch_seed
+from stepwell.data.permutation import ORDER, Permutation
+from stepwell.data.sampler import epoch_seed
 from stepwell.format import document, record, shard, tree
 from stepwell.format.checksum import BLOCK_BYTES, block_digest, document_digest
 from stepwell.format.manifest import Lineage, Manifest, RecordRef, Run
@@ -137,6 +138,9 @@ def test_the_vectors() -> None:
     (values,) = blocks(text)
     assert json.loads(values) == json.loads((V1 / CHECKPOINT / "rank-00000.json").read_bytes())["tree"]["values"]
     assert str(epoch_seed(7, 3)) in text
+    order = list(Permutation(1000, seed=7, epoch=3).iterate())
+    assert f"{order[0]}, {order[1]}, {order[2]} at its first positions and {order[-1]}" in " ".join(text.split())
+    assert f"`{ORDER}`" in text
 
 
 def test_the_page_is_ascii() -> None:

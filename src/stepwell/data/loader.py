@@ -1,6 +1,6 @@
 """A plain wrapper around the user's loader: counts what the loop consumed, and starts again at any batch.
 
-Owns:    the order of an epoch as a function of (seed, epoch), and skipping without reading.
+Owns:    the loader behind `ckpt.data`, rebuilt around a sampler that begins anywhere, and the count of batches.
 Not:     triggers and checkpoints: the owner is told through `on_request` and `on_delivered`.
 Holds:   the order does not depend on the global generators and does not draw from them; a skipped batch is not read;
          prefetched batches do not count, delivered ones do.
@@ -8,13 +8,14 @@ Holds:   the order does not depend on the global generators and does not draw fr
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from stepwell.data.cursor import Cursor
+from stepwell.data.sampler import epoch_seed, layers, make_sampler
 from stepwell.errors import DataError
 
 _HOW = (
@@ -26,60 +27,30 @@ _HOW = (
 class Source(Protocol):
     """Batches of an epoch from a position on."""
 
-    def open(self, epoch: int, skip: int) -> Iterator[Any]:
-        """Batches of `epoch`, without the first `skip`, which are not read."""
+    def open(self, epoch: int, at: Cursor) -> Iterator[Any]:
+        """Batches of `epoch` from a position on; what comes before it is not read."""
         ...
 
-    def count(self) -> int | None:
-        """Batches in an epoch, if known."""
+    def after(self, at: Cursor) -> Cursor:
+        """The position one batch further."""
         ...
 
+    def left(self, at: Cursor) -> int | None:
+        """Batches from a position to the end of the epoch, if known."""
+        ...
 
-def epoch_seed(seed: int, epoch: int) -> int:
-    """Seed of an epoch's order: hashed, so that neighbouring seeds and epochs share nothing."""
-    digest = hashlib.blake2b(f"stepwell.order/1:{seed}:{epoch}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    def length(self) -> int | None:
+        """Samples in an epoch, where the order depends on their number."""
+        ...
 
-
-class _Skipping(Sampler[Any]):
-    """What the user's (batch) sampler yields in this epoch, less what was consumed before."""
-
-    def __init__(self, inner: Any, seed: int) -> None:
-        self.inner = inner
-        self.seed = seed
-        self.epoch = 0
-        self.skip = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        _reseed(self.inner, self.seed, self.epoch)
-        for number, indices in enumerate(self.inner):
-            if number >= self.skip:
-                yield indices
-
-    def __len__(self) -> int:
-        return max(0, len(self.inner) - self.skip)
-
-
-def _reseed(sampler: Any, seed: int, epoch: int) -> None:
-    """Make a sampler's order a function of (seed, epoch)."""
-    for inner in _layers(sampler):
-        if hasattr(inner, "generator"):
-            inner.generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
-        if callable(getattr(inner, "set_epoch", None)):
-            inner.set_epoch(epoch)
-
-
-def _layers(sampler: Any) -> list[Any]:
-    """A batch sampler, the sampler it draws from, and so on."""
-    found = [sampler]
-    while isinstance(found[-1], BatchSampler):
-        found.append(found[-1].sampler)
-    return found
+    def read(self, consumed: int, samples: int | None) -> Cursor:
+        """The position that a checkpoint tells of: batches, and samples if it knew them."""
+        ...
 
 
 def _check_sampler(sampler: Any) -> None:
     """A class of the user's own may shuffle as it likes: only what it lets us set counts, not what it inherits from."""
-    for inner in _layers(sampler):
+    for inner in layers(sampler):
         known = type(inner) in (BatchSampler, SequentialSampler, list, tuple, range) or hasattr(inner, "generator")
         if not (known or callable(getattr(inner, "set_epoch", None))):
             raise DataError(
@@ -98,7 +69,7 @@ class LoaderSource:
         batched = loader.batch_sampler is not None
         inner = loader.batch_sampler if batched else loader.sampler
         _check_sampler(inner)
-        self._sampler = _Skipping(inner, seed)
+        self._sampler = make_sampler(inner, seed)
         self._generator = torch.Generator()
         self._seed = seed
         # in_order is not carried over: batches in the order of arrival have no positions to come back to.
@@ -118,14 +89,16 @@ class LoaderSource:
             persistent_workers=loader.persistent_workers,
         )
 
-    def open(self, epoch: int, skip: int) -> Iterator[Any]:
-        self._sampler.epoch, self._sampler.skip = epoch, skip
+        self.after, self.length, self.read = self._sampler.after, self._sampler.length, self._sampler.read
+
+    def open(self, epoch: int, at: Cursor) -> Iterator[Any]:
+        self._sampler.seek(epoch, at)
         self._generator.manual_seed(epoch_seed(self._seed, epoch))
         return iter(self._loader)
 
-    def count(self) -> int | None:
+    def left(self, at: Cursor) -> int | None:
         try:
-            return len(self._sampler.inner)
+            return self._sampler.left(at)
         except TypeError:
             return None
 
@@ -136,11 +109,20 @@ class SequenceSource:
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches
 
-    def open(self, epoch: int, skip: int) -> Iterator[Any]:
-        return (self._batches[i] for i in range(skip, len(self._batches)))
+    def open(self, epoch: int, at: Cursor) -> Iterator[Any]:
+        return (self._batches[i] for i in range(at.batches, len(self._batches)))
 
-    def count(self) -> int | None:
-        return len(self._batches)
+    def after(self, at: Cursor) -> Cursor:
+        return Cursor(at.batches + 1)
+
+    def left(self, at: Cursor) -> int | None:
+        return max(0, len(self._batches) - at.batches)
+
+    def length(self) -> int | None:
+        return None
+
+    def read(self, consumed: int, samples: int | None) -> Cursor:
+        return Cursor(consumed)
 
 
 def make_source(data: Any, seed: int) -> Source:
@@ -171,15 +153,29 @@ class Batches:
         self._source: Source | None = None
         self._is_exhausted = False
         self.epoch = 0
-        self.consumed = 0
+        self.at = Cursor()
 
     def attach(self, source: Source) -> None:
         """Set the source, once the run's seed is known."""
         self._source = source
 
-    def seek(self, epoch: int, consumed: int) -> None:
+    def seek(self, epoch: int, at: Cursor) -> None:
         """Go to a position; takes effect at the next `iter`."""
-        self.epoch, self.consumed, self._is_exhausted = epoch, consumed, False
+        self.epoch, self.at, self._is_exhausted = epoch, at, False
+
+    def after(self, at: Cursor, batches: int) -> Cursor:
+        """The position so many batches further."""
+        for _ in range(batches):
+            at = Cursor(at.batches + 1) if self._source is None else self._source.after(at)
+        return at
+
+    def length(self) -> int | None:
+        """Samples in an epoch, where the order depends on their number."""
+        return None if self._source is None else self._source.length()
+
+    def read(self, consumed: int, samples: int | None) -> Cursor:
+        """The position that a checkpoint tells of."""
+        return Cursor(consumed) if self._source is None else self._source.read(consumed, samples)
 
     @property
     def is_exhausted(self) -> bool:
@@ -189,12 +185,11 @@ class Batches:
     @property
     def is_at_end(self) -> bool:
         """Whether nothing is left of the epoch (False if the length is not known)."""
-        count = None if self._source is None else self._source.count()
-        return count is not None and self.consumed >= count
+        return self._source is not None and self._source.left(self.at) == 0
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
-        count = None if self._source is None else self._source.count()
+        count = None if self._source is None else self._source.left(Cursor())
         if count is None:
             raise TypeError("the length of the data is not known")
         return count
@@ -205,8 +200,8 @@ class Batches:
         self._on_start()
         assert self._source is not None
         if self._is_exhausted:  # a loop without ckpt.epochs(): the next round is the next epoch
-            self.seek(self.epoch + 1, 0)
-        batches = self._source.open(self.epoch, self.consumed)
+            self.seek(self.epoch + 1, Cursor())
+        batches = self._source.open(self.epoch, self.at)
         while True:
             self._on_request()
             try:
@@ -214,6 +209,6 @@ class Batches:
             except StopIteration:
                 self._is_exhausted = True
                 return
-            self.consumed += 1
+            self.at = self._source.after(self.at)
             self._on_delivered()
             yield batch

@@ -97,9 +97,11 @@ def _check_own(own: Any, record: Record) -> None:
     """The run's own state goes to counters and generators, which would not look at it."""
     if not isinstance(own, dict) or own.get("step") != record.id.step or type(own.get("finished")) is not bool:
         raise DamagedError("the run's own state does not belong to this step")
-    for name in ("epoch", "consumed"):
-        if type(own.get(name)) is not int or not 0 <= own[name] < 1 << 62:
-            raise DamagedError(f"the run's own state has {own.get(name)!r} as {name}")
+    for name in ("epoch", "consumed", "samples", "length"):
+        value = own.get(name)
+        is_optional = name in ("samples", "length") and value is None  # older ones, and sources that count batches
+        if not is_optional and (type(value) is not int or not 0 <= value < 1 << 62):
+            raise DamagedError(f"the run's own state has {value!r} as {name}")
     rng.check(own.get("rng"))
 
 

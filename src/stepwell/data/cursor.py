@@ -1,0 +1,16 @@
+"""Where in an epoch the run is.
+
+Samples are what counts where the source knows them: then the batch size may change in the middle of an epoch. Sources
+that only know batches leave `samples` at zero.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Cursor(NamedTuple):
+    """What was consumed of an epoch."""
+
+    batches: int = 0
+    samples: int = 0

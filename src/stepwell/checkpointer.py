@@ -20,7 +20,7 @@ from typing import Any
 from stepwell import events, journal
 from stepwell.agent.client import AgentClient
 from stepwell.arena.channel import Message
-from stepwell.data.loader import Batches, make_source
+from stepwell.data.loader import Batches
 from stepwell.data.steps import StepCounter
 from stepwell.errors import AgentError, ConfigError, PersistError, StateError
 from stepwell.options import Files, check_files, check_options, named_objects, run_directory, seconds_from
@@ -69,7 +69,7 @@ class Checkpointer:
         self._paths = RunPaths(run_directory(where))
         self._due = Cadences(policy or Every(seconds=60), memory or Never())
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
-        self._seed, self._loader = seed, data
+        self._seed = seed
         self._tracked = track_objects(named_objects(track, tracked))
         self._capture = Capture(self._tracked)
         self._log = journal.EventLog(self._paths.events, who="trainer", background=True)
@@ -88,7 +88,7 @@ class Checkpointer:
         self._steps = StepCounter()
         self._uploads = Uploads()
         self._close_seconds = seconds_from("STEPWELL_CLOSE_SECONDS", 120)
-        self.data = Batches(data is not None, self._ensure_open, self._on_request, self._steps.on_delivered)
+        self.data = Batches(data, self._ensure_open, self._on_request, self._steps.on_delivered)
         self._own = OwnState(self._steps, self.data)
         self._pid = os.getpid()
         self._reopened: Reopened | None = None
@@ -138,18 +138,17 @@ class Checkpointer:
             self._reopen(fresh=True, may_abandon=self._may_abandon)
 
     def _reopen(self, **wishes: Any) -> Reopened:
+        wishes |= {"log": self._log, "client": self._client, "attach": self.data.begin, "check": self._own.check}
         with self._client.starting():
-            reopened = reopen(self._paths, self._tracked, seed=self._seed, log=self._log, client=self._client, **wishes)
-            self._open(reopened, strict=wishes.get("strict", True))
+            reopened = reopen(self._paths, self._tracked, seed=self._seed, **wishes)
+            self._open(reopened)
         return reopened
 
-    def _open(self, reopened: Reopened, *, strict: bool) -> None:
+    def _open(self, reopened: Reopened) -> None:
         """From here on the run is ours: agent, data, hooks, memory."""
         self._log.lineage = reopened.lineage.number
-        if self._loader is not None:
-            self.data.attach(make_source(self._loader, reopened.run.seed))
         if reopened.own is not None:
-            for problem in self._own.load(reopened.own, strict=strict):
+            for problem in self._own.load(reopened.own):
                 self._log.emit(events.Mismatch(problems=[problem]))
         self._snapshotter.open(reopened.lineage.number)
         self._client.start(reopened.hello(self._paths, self._keep))
@@ -174,13 +173,13 @@ class Checkpointer:
     def epochs(self, count: int) -> Iterator[int]:
         """Epoch numbers that are left, the running one first. At the end commits the run, waits, and closes."""
         self._ensure_open()
-        if self.data.epoch >= count:
+        if self.data.at.epoch >= count:
             self._log.emit(events.Finished(step=self._steps.step, again=True))
             self.close()
             return
         self._own.is_finished = False
-        for epoch in range(self.data.epoch, count):
-            if epoch != self.data.epoch:
+        for epoch in range(self.data.at.epoch, count):
+            if epoch != self.data.at.epoch:
                 self._own.go_to(epoch)
                 self._due.count_epoch()
             yield epoch
@@ -259,8 +258,9 @@ class Checkpointer:
         files:  also store these files of yours; leave them unchanged until `upload_completion`
         """
         self._ensure_open()
+        self._own.tell_early()
         self._count_step()  # or a resume would apply this batch twice
-        self._own.is_after_epoch = self.data.is_exhausted  # or it would run the code after the loop twice
+        self._own.is_after_epoch = self._own.is_past_epoch  # or it would run the code after the loop twice
         try:
             handle = self._save(block=True, name=name, files=check_files(files))
             self._snapshotter.copy_now()  # asked for: on return a kill of this process loses nothing that is on the CPU
@@ -346,7 +346,7 @@ class Checkpointer:
         """Where the run stands."""
         return Status(
             step=self._steps.step,
-            epoch=self.data.epoch,
+            epoch=self.data.at.epoch,
             committed_step=self._committed_step,
             memory_step=self._memory_step,
             pending=len(self._uploads.pending()),

@@ -24,46 +24,35 @@ class OwnState:
         self._data = data
         self._rng_to_set: dict[str, Any] | None = None
         self._told = self.at = Cursor()
+        self._early = 0
         self.is_finished = False
         self.is_after_epoch = False
 
     def capture(self) -> dict[str, Any]:
         """As it is saved. `is_after_epoch`: the code after the epoch's last batch is done too, the next one begins."""
-        at, length = Cursor() if self.is_after_epoch else self.at, self._data.length()
         return {
             "step": self._steps.step,
-            "epoch": self._data.epoch + int(self.is_after_epoch),
-            "consumed": at.batches,
-            "samples": None if length is None else at.samples,
-            "length": length,
+            **self._data.saved(Cursor(self.at.epoch + 1) if self.is_after_epoch else self.at),
             "finished": self.is_finished,
             "rng": rng.capture(),
         }
 
-    def load(self, own: dict[str, Any], *, strict: bool) -> list[str]:
-        """Go back to what was captured. Returns what could not be set on this machine.
-
-        Raises DataError, if `strict`, when the position means another one now.
-        """
-        problem = self._drift(own)
-        if problem and strict:
+    def check(self, own: dict[str, Any]) -> None:
+        """Raises DataError when the position of a checkpoint means another one now."""
+        problem = self._data.drift(own)
+        if problem:
             raise DataError(
-                f"{problem}: some samples would come twice or never. Give the data set as it was, or go on with what "
-                "there is: restore(strict=False)",
-                expected=own["length"],
-                found=self._data.length(),
+                f"{problem}: some samples would come twice or never. Give the data as it was, or go on with what "
+                "there is: restore(strict=False)"
             )
+
+    def load(self, own: dict[str, Any]) -> list[str]:
+        """Go back to what was captured. Returns what could not be set on this machine, or is not as it was."""
+        problem = self._data.drift(own)
         self._steps.step, self.is_finished = own["step"], own["finished"]
-        self._told = self.at = self._data.read(own["consumed"], own.get("samples"))
-        self._data.seek(own["epoch"], self.at)
+        self._go(self._data.read(own))
         self._rng_to_set = own["rng"]
         return [*([problem] if problem else []), *rng.restore(own["rng"])]
-
-    def _drift(self, own: dict[str, Any]) -> str:
-        saved, live = own.get("length"), self._data.length()
-        if saved is None or live is None or saved == live or not own["consumed"]:
-            return ""
-        return f"the data set had {saved} samples and has {live} now, in the middle of epoch {own['epoch']}"
 
     def settle_generators(self, *, again: bool) -> None:
         """The loop has begun: set the generators once more if `again`, and never after that."""
@@ -73,13 +62,31 @@ class OwnState:
 
     def go_to(self, epoch: int) -> None:
         """To the start of an epoch."""
-        self._told = self.at = Cursor()
-        self._data.seek(epoch, self.at)
+        self._go(Cursor(epoch))
+
+    def _go(self, at: Cursor) -> None:
+        self._told = self.at = at
+        self._early = 0
+        self._data.seek(at)
 
     def tell(self, batches: int) -> None:
         """`step()` says how many batches the loop body used: one that reads ahead was delivered more than that."""
-        self._told = self._data.after(self._told, batches)
+        early, self._early = min(self._early, batches), 0
+        self._told = self._data.use(self._told, batches - early)
+
+    def tell_early(self) -> None:
+        """A save before `step()`, in a body whose optimizer has stepped: its batch is used already."""
+        if self._steps.is_open:
+            self._early += 1
+            self._told = self._data.use(self._told, 1)
+
+    @property
+    def is_past_epoch(self) -> bool:
+        """Nothing is left of the epoch, and nothing of it waits in the hands of a loop that reads ahead."""
+        return self._data.is_exhausted and (self._data.is_used_up or not self._steps.is_explicit)
 
     def note_step(self) -> None:
         """A step is done: everything used so far is consumed."""
-        self.at = self._told if self._steps.is_explicit else self._data.at
+        if not self._steps.is_explicit:
+            self._told = self._data.use(self._told, None)
+        self.at = self._told

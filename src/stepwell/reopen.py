@@ -86,6 +86,8 @@ def reopen(
     seed: int | None,
     log: journal.EventLog,
     client: AgentClient,
+    attach: Callable[[int], None],
+    check: Callable[[dict[str, Any]], None],
     step: int | None = None,
     before: int | None = None,
     strict: bool = True,
@@ -94,6 +96,8 @@ def reopen(
 ) -> Reopened:
     """Open or create the run and restore what is asked for.
 
+    attach:       told the run's seed, before anything is read
+    check:        told the run's own state, if `strict`, before anything is changed; may refuse it
     fresh:        restore nothing: refused where there are checkpoints, unless
     may_abandon:  the user took single objects out of them and goes on from step 0
     """
@@ -101,6 +105,7 @@ def reopen(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("this version checkpoints one process; WORLD_SIZE is above 1")
     run = open_run(paths, seed=_seed(seed))
+    attach(run.seed)
     entries = catalog.scan(paths)
     if fresh:
         if not may_abandon:
@@ -112,7 +117,7 @@ def reopen(
         choices = choose(entries, step=step, before=before)
         candidates = memory.candidates(paths, step, before) + _from_disk(paths, choices, log)
         candidates.sort(key=_preference)
-        restored, own, frozen = _try_all(candidates, tracked, log, paths, None, strict)
+        restored, own, frozen = _try_all(candidates, tracked, log, paths, None, strict, check if strict else None)
         if restored is None:
             _check_nothing(paths, choices, log)
             return Reopened(run, create_next(paths, parent=0, step=0), None, None)
@@ -210,6 +215,7 @@ def _try_all(
     paths: RunPaths,
     only: set[str] | None,
     strict: bool,
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[CheckpointId | None, dict[str, Any] | None, set[str]]:
     """The first candidate whose every byte is right. Raises RestoreError when all of them are damaged."""
     damaged = []
@@ -218,7 +224,7 @@ def _try_all(
         try:
             with _no_collection():
                 record = candidate.record()
-                loaded = load_record(record, candidate.open_source, tracked, only=only, strict=strict)
+                loaded = load_record(record, candidate.open_source, tracked, only=only, strict=strict, check=check)
         except DamagedError as error:
             damaged.append(f"{candidate.id} ({candidate.source}): {error}")
             log.emit(events.Damage(directory=candidate.id.directory, reason=str(error)))
@@ -276,15 +282,17 @@ class _Memory:
 
     @classmethod
     def find(cls, run: str, root: Path, client: AgentClient) -> _Memory:
-        """Adopt the agent of a dead trainer on this node, if there is one."""
-        found = find_orphan(place(run, root), rank=0)
-        if found is None:
-            return cls()
-        channel, offer, fds = found
-        client.adopt(channel, offer["agent"])
+        """Adopt the agent of a dead trainer on this node, if there is one, or has been in a try before this one."""
+        if client.offer is None:
+            found = find_orphan(place(run, root), rank=0)
+            if found is None:
+                return cls()
+            client.adopt(*found)
+        assert client.offer is not None
+        offer, fds = client.offer
         if not fds:
             return cls()
-        return cls(Arena.attach(fds[0], ArenaShape(**offer["arena"])), offer)
+        return cls(Arena.attach(os.dup(fds[0]), ArenaShape(**offer["arena"])), offer)
 
     def candidates(self, paths: RunPaths, step: int | None, before: int | None) -> list[_Candidate]:
         """Snapshots in memory that lie on the run's path and fit the request."""

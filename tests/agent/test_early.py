@@ -80,16 +80,15 @@ def test_suspects_are_read_when_it_is_complete(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("scene", ["half_a_snapshot", "all_but_a_verdict"])
 def test_what_never_becomes_complete_goes_with_its_trainer(scene: str, run_dir: Path) -> None:
-    agent = make_orphan(run_dir, linger=30, scene=scene)
+    make_orphan(run_dir, linger=30, scene=scene)
     paths = RunPaths(run_dir)
     wait_for(lambda: directories(paths) == ["step-000000000001.l0001"], "the rest is gone")
     found = find_orphan(place(read_run(paths).id, run_dir), 0)
     assert found is not None
     channel, offer, fds = found
     assert len(offer["snapshots"]) == 1 and '"step":1,' in offer["snapshots"][0]["record"]
-    os.close(fds[0])
     puppet = Puppet(run_dir)
-    puppet.client.adopt(channel, agent)
+    puppet.client.adopt(channel, offer, fds)
     puppet.start(parent=1, step=1)
     assert puppet.save(2)["type"] == "durable"
     assert puppet.close()

@@ -28,9 +28,8 @@ def adopt(run_dir: Path) -> tuple[Puppet, int]:
     found = find_orphan(place(read_run(RunPaths(run_dir)).id, run_dir), 0)
     assert found is not None
     channel, offer, fds = found
-    os.close(fds[0])
     puppet = Puppet(run_dir)
-    puppet.client.adopt(channel, offer["agent"])
+    puppet.client.adopt(channel, offer, fds)
     return puppet, json.loads(offer["snapshots"][0]["record"])["step"]
 
 

@@ -142,9 +142,8 @@ def test_an_adopted_agent_that_dies_is_replaced_at_the_start(run_dir: Path) -> N
     assert found is not None
     channel, offer, fds = found
     assert len(offer["snapshots"]) == len(fds) == 1 and offer["agent"] == agent
-    os.close(fds[0])
     puppet = Puppet(run_dir)
-    puppet.client.adopt(channel, agent)
+    puppet.client.adopt(channel, offer, fds)
     os.kill(agent, signal.SIGKILL)
     puppet.start(parent=1, step=1)
     assert puppet.client.pid != agent
@@ -165,8 +164,7 @@ def test_a_stopped_orphan_does_not_hold_up_a_successor(run_dir: Path) -> None:
     found = find_orphan(here, 0)  # the control: going again, it answers
     assert found is not None
     puppet = Puppet(run_dir)
-    puppet.client.adopt(found[0], agent)
-    os.close(found[2][0])
+    puppet.client.adopt(*found)
     puppet.start(parent=1, step=1)
     assert puppet.client.pid == agent
     assert puppet.close()

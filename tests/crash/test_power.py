@@ -86,13 +86,14 @@ class PowerDisk(Namespace):
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[PowerDisk]:
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PowerDisk]:
     try:
         import mfusepy  # noqa: F401
     except (ImportError, OSError) as error:
         pytest.skip(f"FUSE is not there: {error} (`make soak` installs it where it may)")
     if os.getuid() != 0 or not os.path.exists("/dev/fuse"):
         pytest.skip("mounting FUSE in a namespace needs root and /dev/fuse")
+    monkeypatch.setattr("stepwell.agent.persist.file_system_type", lambda root: "ext4")  # as which it stands here
     disk = PowerDisk(tmp_path)
     yield disk
     disk.close()

@@ -115,8 +115,8 @@ def loaders() -> dict[str, Any]:
     }
 
 
-def further(source: Source, batches: int) -> Cursor:
-    at = Cursor()
+def further(source: Source, batches: int, epoch: int = 0) -> Cursor:
+    at = Cursor(epoch)
     for _ in range(batches):
         at = source.after(at)
     return at
@@ -130,7 +130,7 @@ def plain(batches: Any) -> list[Any]:
 def test_the_order_is_a_function_of_seed_and_epoch(name: str) -> None:
     def order(seed: int, epoch: int) -> list[Any]:
         torch.manual_seed(random.randrange(1000))
-        return plain(make_source(loaders()[name], seed).open(epoch, Cursor()))
+        return plain(make_source(loaders()[name], seed).open(Cursor(epoch)))
 
     first = order(5, 2)
     assert order(5, 2) == first
@@ -144,10 +144,10 @@ def test_the_order_is_a_function_of_seed_and_epoch(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in loaders() if name != "workers"])
 def test_a_resume_at_every_batch_is_the_tail(name: str) -> None:
     source = make_source(loaders()[name], 5)
-    whole, at = plain(source.open(1, Cursor())), Cursor()
+    whole, at = plain(source.open(Cursor(1))), Cursor(1)
     for skip in range(len(whole) + 1):
         assert source.left(at) == len(whole) - skip
-        assert plain(source.open(1, at)) == whole[skip:]
+        assert plain(source.open(at)) == whole[skip:]
         at = source.after(at)
 
 
@@ -158,22 +158,22 @@ def test_a_resume_with_workers_is_the_tail(persistent: bool) -> None:
         return LoaderSource(loader, 5)
 
     uninterrupted = make()
-    epochs = [plain(uninterrupted.open(epoch, Cursor())) for epoch in (0, 1)]
+    epochs = [plain(uninterrupted.open(Cursor(epoch))) for epoch in (0, 1)]
     assert sorted(item for batch in epochs[0] for item in batch) == list(range(N))
     resumed = make()
-    assert plain(resumed.open(0, further(resumed, 2))) == epochs[0][2:]
-    assert plain(resumed.open(1, Cursor())) == epochs[1], "and the next epoch after it"
-    assert plain(resumed.open(1, further(resumed, 6))) == []
+    assert plain(resumed.open(further(resumed, 2, 0))) == epochs[0][2:]
+    assert plain(resumed.open(Cursor(1))) == epochs[1], "and the next epoch after it"
+    assert plain(resumed.open(further(resumed, 6, 1))) == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_is_skipped_is_not_read(workers: int) -> None:
     data = Counted()
     source = LoaderSource(DataLoader(data, batch_size=4, shuffle=True, num_workers=workers), 5)
-    whole = plain(source.open(0, Cursor()))
+    whole = plain(source.open(Cursor(0)))
     assert data.reads.tolist() == [1] * N
     data.reads.zero_()
-    assert plain(source.open(0, further(source, 4))) == whole[4:]
+    assert plain(source.open(further(source, 4, 0))) == whole[4:]
     tail = {item for batch in whole[4:] for item in batch}
     assert data.reads.tolist() == [int(index in tail) for index in range(N)]
 
@@ -188,8 +188,8 @@ def test_the_global_generators_are_neither_read_nor_moved(name: str) -> None:
     torch.manual_seed(1)
     numpy.random.seed(1)
     random.seed(1)
-    plain(source.open(0, Cursor()))
-    plain(source.open(0, further(source, 3)))
+    plain(source.open(Cursor(0)))
+    plain(source.open(further(source, 3, 0)))
     assert (torch.rand(1), numpy.random.rand(), random.random()) == expected
 
 
@@ -241,7 +241,7 @@ class Loop:
     def __init__(self, source: Any = None, *, is_given: bool = True) -> None:
         self.said: list[str] = []
         self.data = Batches(
-            is_given=is_given,
+            given=[] if is_given else None,
             on_start=lambda: self.said.append("start"),
             on_request=lambda: self.said.append("request"),
             on_delivered=lambda: self.said.append("delivered"),
@@ -265,21 +265,21 @@ def test_after_a_break_the_rest_of_the_epoch_is_left() -> None:
     for batch in loop.data:
         if batch == "b":
             break
-    assert loop.data.at == Cursor(2)
+    assert loop.data.at == Cursor(0, 2)
     assert list(loop.data) == ["c", "d", "e"]
 
 
 def test_the_next_round_is_the_next_epoch() -> None:
     loop = Loop(SequenceSource(list("ab")))
-    assert list(loop.data) == ["a", "b"] and loop.data.epoch == 0
-    assert list(loop.data) == ["a", "b"] and loop.data.epoch == 1
+    assert list(loop.data) == ["a", "b"] and loop.data.at.epoch == 0
+    assert list(loop.data) == ["a", "b"] and loop.data.at.epoch == 1
 
 
 def test_seek() -> None:
     loop = Loop(SequenceSource(list("abc")))
-    loop.data.seek(4, Cursor(2))
-    assert list(loop.data) == ["c"] and loop.data.epoch == 4
-    loop.data.seek(4, Cursor(3))
+    loop.data.seek(Cursor(4, 2))
+    assert list(loop.data) == ["c"] and loop.data.at.epoch == 4
+    loop.data.seek(Cursor(4, 3))
     assert loop.data.is_at_end and list(loop.data) == []
 
 
@@ -312,8 +312,8 @@ def test_the_last_batch_of_a_billion_is_there_at_once() -> None:
     """Without a list of a billion numbers, and without walking through them."""
     source = LoaderSource(DataLoader(Billion(), batch_size=64, shuffle=True), 5)
     assert source.left(Cursor()) == 15_625_000
-    end = Cursor(15_624_999, 10**9 - 64)
-    (last,), (again,) = plain(source.open(2, end)), plain(source.open(2, end))
+    end = Cursor(2, 15_624_999, 10**9 - 64)
+    (last,), (again,) = plain(source.open(end)), plain(source.open(end))
     assert len(set(last)) == 64 and last == again
 
 
@@ -322,17 +322,53 @@ def test_the_last_batch_of_a_billion_is_there_at_once() -> None:
 def test_another_batch_size_goes_on_with_the_next_sample(sizes: tuple[int, int], shuffle: bool) -> None:
     """In the middle of an epoch: every sample still comes once, in the same order."""
     first, second = (LoaderSource(DataLoader(Counted(), batch_size=size, shuffle=shuffle), 5) for size in sizes)
-    whole = [item for batch in plain(first.open(3, Cursor())) for item in batch]
+    whole = [item for batch in plain(first.open(Cursor(3))) for item in batch]
     assert sorted(whole) == list(range(N))
     for batches in range(1, -(-N // sizes[0]) + 1):
-        at = further(first, batches)
-        rest = plain(second.open(3, second.read(at.batches, at.samples)))
+        at = further(first, batches, 3)
+        rest = plain(second.open(at))
         assert [item for batch in rest for item in batch] == whole[at.samples :]
         assert all(len(batch) == sizes[1] for batch in rest[:-1])
 
 
+def opened(loader: Any) -> Batches:
+    loop = Loop(make_source(loader, 5))
+    return loop.data
+
+
+def test_a_position_comes_back_as_it_was_saved() -> None:
+    for name, loader in loaders().items():
+        data = opened(loader)
+        for _ in zip(range(3), data, strict=False):
+            pass
+        saved = data.saved(data.at)
+        assert opened(loaders()[name]).read(saved) == data.at, name
+        assert opened(loaders()[name]).drift(saved) == "", name
+
+
 def test_a_position_in_batches_is_understood() -> None:
-    """Of a checkpoint whose source counted batches, or of one made before samples were counted."""
-    source = LoaderSource(DataLoader(Counted(), batch_size=4, shuffle=True), 5)
-    assert source.read(3, None) == Cursor(3, 12)
-    assert source.read(6, None) == Cursor(6, N)
+    """Of a checkpoint made before samples were counted: it is told that the order was another one."""
+    data = opened(DataLoader(Counted(), batch_size=4, shuffle=True))
+    assert data.read({"epoch": 1, "consumed": 3}) == Cursor(1, 3, 12)
+    assert data.read({"epoch": 1, "consumed": 6}) == Cursor(1, 6, N)
+    assert data.drift({"epoch": 1, "consumed": 3}).startswith("the samples came in the order None")
+    assert data.drift({"epoch": 1, "consumed": 0}) == ""
+
+
+@pytest.mark.parametrize("before", ["in order", "shuffled", "subset", "own batch sampler"])
+@pytest.mark.parametrize("now", ["in order", "shuffled", "subset", "own batch sampler"])
+def test_another_order_is_noticed(before: str, now: str) -> None:
+    first, second = opened(loaders()[before]), opened(loaders()[now])
+    next(iter(first))
+    ours = {"in order": "sequential", "shuffled": "feistel6/1"}
+    assert bool(second.drift(first.saved(first.at))) == (ours.get(before) != ours.get(now))
+
+
+def test_the_end_of_an_epoch_is_the_end_whatever_its_length_is_now() -> None:
+    data = opened(DataLoader(Counted(), batch_size=4, shuffle=True))
+    list(data)
+    saved = data.saved(data.at)
+    longer = opened(DataLoader(range(N + 9), batch_size=4, shuffle=True))  # type: ignore[arg-type]
+    assert longer.drift(saved) == ""
+    longer.seek(longer.read(saved))
+    assert longer.is_at_end and list(longer) == []

@@ -47,7 +47,7 @@ def test_1_2_6_every_mode_saves_every_value(mode: str, run_dir: Path) -> None:
     run.ckpt.close()
     (tree,) = trees(run_dir)
     assert set(tree) == {"model", "optimizer", "stepwell"}
-    assert {"step", "epoch", "consumed", "samples", "length", "finished", "rng"} == set(tree["stepwell"])
+    assert {"step", "epoch", "consumed", "data", "finished", "rng"} == set(tree["stepwell"])
     assert {"python", "numpy", "torch"} <= set(tree["stepwell"]["rng"])
     again = Small(run_dir)
     again.ckpt.restore()

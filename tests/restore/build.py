@@ -126,7 +126,8 @@ def restore(root: Path, objects: dict[str, Any], **options: Any) -> Reopened:
     log = journal.EventLog(paths.events, who="trainer")
     client = AgentClient(log, lambda _: None)
     try:
-        return reopen(paths, track(objects), seed=None, log=log, client=client, **options)
+        nothing = {"attach": lambda seed: None, "check": lambda own: None}
+        return reopen(paths, track(objects), seed=None, log=log, client=client, **nothing, **options)
     finally:
         client.give_up()
         log.close()

@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Spare:
-    return Spare(tmp_path, "rank-00000", 3)
+    return Spare(tmp_path, "rank-00000", 3, file_system="ext4")
 
 
 def test_a_file_is_kept_and_given_back(file: Path, kept: Spare, tmp_path: Path) -> None:
@@ -46,6 +46,12 @@ def test_one_at_a_time(file: Path, kept: Spare) -> None:
     assert file.exists()
     kept.drop()
     assert not kept.path.exists()
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", "overlay", "9p", "?"])
+def test_nothing_is_kept_where_another_machine_may_be_reading(kind: str, file: Path, tmp_path: Path) -> None:
+    assert not Spare(tmp_path, "rank-00000", 3, file_system=kind).keep(file)
+    assert file.exists()
 
 
 def test_a_second_name_keeps_its_bytes(file: Path, kept: Spare, tmp_path: Path) -> None:

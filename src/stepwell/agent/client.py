@@ -48,6 +48,7 @@ class AgentClient:
         self._closing: Message | None = None
         self._ended = threading.Event()
         self._is_started = False
+        self.offer: tuple[Message, list[int]] | None = None
         self._deaths: list[float] = []
         self.pid = 0
 
@@ -66,6 +67,10 @@ class AgentClient:
                     if not tries_left:
                         raise
                     events.logger.warning("%s; starting another one", error)
+        if self.offer is not None:
+            for fd in self.offer[1]:
+                os.close(fd)
+            self.offer = None
         self._is_started = True
         threading.Thread(target=self._listen, daemon=True, name="stepwell-agent-client").start()
 
@@ -85,9 +90,10 @@ class AgentClient:
                 self.give_up()
             raise
 
-    def adopt(self, channel: Channel, pid: int) -> None:
-        """Use the agent of a dead trainer. Comes before `start`."""
-        self._channel, self.pid = channel, pid
+    def adopt(self, channel: Channel, offer: Message, fds: list[int]) -> None:
+        """Use the agent of a dead trainer. Comes before `start`, and a restore that is refused may come in between."""
+        self._channel, self.pid = channel, offer["agent"]
+        self.offer = (offer, fds)
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from stepwell import events, journal
 from stepwell.agent.queue import AbandonedError, Pending
-from stepwell.agent.tuning import Place, recall, remember
+from stepwell.agent.tuning import Place, file_system_type, recall, remember
 from stepwell.agent.writer import Writer, copy_file, digest_image
 from stepwell.arena.memory import FROZEN
 from stepwell.errors import StepwellError
@@ -113,7 +113,8 @@ class Persister:
         image = pending.arena.image(pending.slot, pending.arena.shape.slot_bytes)
         self._recall()
         if self._spare is None:
-            self._spare = Spare(self.paths.root, pending.owner.stem, self._lineage)
+            kind = file_system_type(self.paths.root)
+            self._spare = Spare(self.paths.root, pending.owner.stem, self._lineage, file_system=kind)
         is_there = self._spare.take(temporary)
         blocks = self._writer.write(temporary, image, nbytes, pending.arrive, reuse=is_there)
         try:

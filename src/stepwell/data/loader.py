@@ -8,6 +8,7 @@ Holds:   the order does not depend on the global generators and does not draw fr
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -24,11 +25,20 @@ _HOW = (
 )
 
 
-class Source(Protocol):
-    """Batches of an epoch from a position on."""
+_MOST_UNUSED = 1 << 16
+"""A loop that never says what it used (an evaluation) must not fill memory."""
 
-    def open(self, epoch: int, at: Cursor) -> Iterator[Any]:
-        """Batches of `epoch` from a position on; what comes before it is not read."""
+
+class Source(Protocol):
+    """Batches from any position on."""
+
+    @property
+    def order(self) -> str | None:
+        """Name of the order of the samples, where it is one of ours."""
+        ...
+
+    def open(self, at: Cursor) -> Iterator[Any]:
+        """Batches of an epoch from a position on; what comes before it is not read."""
         ...
 
     def after(self, at: Cursor) -> Cursor:
@@ -43,8 +53,8 @@ class Source(Protocol):
         """Samples in an epoch, where the order depends on their number."""
         ...
 
-    def read(self, consumed: int, samples: int | None) -> Cursor:
-        """The position that a checkpoint tells of: batches, and samples if it knew them."""
+    def size(self) -> int:
+        """Samples in a batch; zero where only batches count."""
         ...
 
 
@@ -89,11 +99,12 @@ class LoaderSource:
             persistent_workers=loader.persistent_workers,
         )
 
-        self.after, self.length, self.read = self._sampler.after, self._sampler.length, self._sampler.read
+        self.order = self._sampler.order
+        self.after, self.length, self.size = self._sampler.after, self._sampler.length, self._sampler.size
 
-    def open(self, epoch: int, at: Cursor) -> Iterator[Any]:
-        self._sampler.seek(epoch, at)
-        self._generator.manual_seed(epoch_seed(self._seed, epoch))
+    def open(self, at: Cursor) -> Iterator[Any]:
+        self._sampler.seek(at)
+        self._generator.manual_seed(epoch_seed(self._seed, at.epoch))
         return iter(self._loader)
 
     def left(self, at: Cursor) -> int | None:
@@ -106,14 +117,16 @@ class LoaderSource:
 class SequenceSource:
     """A list of batches, in its own order."""
 
+    order = None
+
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches
 
-    def open(self, epoch: int, at: Cursor) -> Iterator[Any]:
+    def open(self, at: Cursor) -> Iterator[Any]:
         return (self._batches[i] for i in range(at.batches, len(self._batches)))
 
     def after(self, at: Cursor) -> Cursor:
-        return Cursor(at.batches + 1)
+        return Cursor(at.epoch, at.batches + 1)
 
     def left(self, at: Cursor) -> int | None:
         return max(0, len(self._batches) - at.batches)
@@ -121,8 +134,8 @@ class SequenceSource:
     def length(self) -> int | None:
         return None
 
-    def read(self, consumed: int, samples: int | None) -> Cursor:
-        return Cursor(consumed)
+    def size(self) -> int:
+        return 0
 
 
 def make_source(data: Any, seed: int) -> Source:
@@ -141,41 +154,78 @@ class Batches:
 
     def __init__(
         self,
-        is_given: bool,
+        given: Any,
         on_start: Callable[[], None],
         on_request: Callable[[], None],
         on_delivered: Callable[[], None],
     ) -> None:
-        self._is_given = is_given
+        self._given = given
         self._on_start = on_start
         self._on_request = on_request
         self._on_delivered = on_delivered
         self._source: Source | None = None
         self._is_exhausted = False
-        self.epoch = 0
+        self._unused: deque[Cursor] = deque(maxlen=_MOST_UNUSED)
+        self._end: Cursor | None = None
         self.at = Cursor()
 
+    def begin(self, seed: int) -> None:
+        """The run's seed is known: make the source. Raises DataError."""
+        if self._given is not None:
+            self.attach(make_source(self._given, seed))
+
     def attach(self, source: Source) -> None:
-        """Set the source, once the run's seed is known."""
+        """Set the source."""
         self._source = source
 
-    def seek(self, epoch: int, at: Cursor) -> None:
+    def seek(self, at: Cursor) -> None:
         """Go to a position; takes effect at the next `iter`."""
-        self.epoch, self.at, self._is_exhausted = epoch, at, False
+        self.at, self._end, self._is_exhausted = at, None, False
+        self._unused.clear()
 
-    def after(self, at: Cursor, batches: int) -> Cursor:
-        """The position so many batches further."""
-        for _ in range(batches):
-            at = Cursor(at.batches + 1) if self._source is None else self._source.after(at)
+    def use(self, at: Cursor, batches: int | None) -> Cursor:
+        """Of what was delivered after `at`, the loop has used so many batches (None: all). Returns where that leads."""
+        for _ in range(len(self._unused) if batches is None else min(batches, len(self._unused))):
+            at = self._unused.popleft()
         return at
 
-    def length(self) -> int | None:
-        """Samples in an epoch, where the order depends on their number."""
-        return None if self._source is None else self._source.length()
+    def saved(self, at: Cursor) -> dict[str, Any]:
+        """A position as a checkpoint keeps it. The end of an epoch is the start of the next, once that has begun."""
+        at = Cursor(self.at.epoch) if at == self._end else at
+        source, is_end = self._source, self._is_end(at)
+        counted = source is not None and source.size() > 0
+        data = {
+            "samples": at.samples if counted else None,
+            "length": None if source is None else source.length(),
+            "order": None if source is None else source.order,
+            "ended": is_end,
+        }
+        return {"epoch": at.epoch, "consumed": at.batches, "data": data}
 
-    def read(self, consumed: int, samples: int | None) -> Cursor:
+    def drift(self, saved: dict[str, Any]) -> str:
+        """Why the position of a checkpoint means another one with this source; empty if it does not."""
+        data, source = saved.get("data", {}), self._source
+        if source is None or not saved["consumed"] or data.get("ended"):
+            return ""
+        where = f"in the middle of epoch {saved['epoch']}"
+        if data.get("order") != source.order:
+            return f"the samples came in the order {data.get('order')} and come in {source.order} now, {where}"
+        if data.get("length") != source.length():
+            return f"the data set had {data.get('length')} samples and has {source.length()} now, {where}"
+        return ""
+
+    def read(self, saved: dict[str, Any]) -> Cursor:
         """The position that a checkpoint tells of."""
-        return Cursor(consumed) if self._source is None else self._source.read(consumed, samples)
+        data, source, batches = saved.get("data", {}), self._source, saved["consumed"]
+        if source is None or not source.size():
+            return Cursor(saved["epoch"], batches)
+        length, samples = source.length() or 0, data.get("samples")
+        if data.get("ended"):
+            samples = length
+        return Cursor(saved["epoch"], batches, min(length, batches * source.size() if samples is None else samples))
+
+    def _is_end(self, at: Cursor) -> bool:
+        return self._source is not None and self._source.left(at) == 0
 
     @property
     def is_exhausted(self) -> bool:
@@ -183,9 +233,14 @@ class Batches:
         return self._is_exhausted
 
     @property
+    def is_used_up(self) -> bool:
+        """Whether the loop has used what was delivered, as far as it said so."""
+        return not self._unused
+
+    @property
     def is_at_end(self) -> bool:
         """Whether nothing is left of the epoch (False if the length is not known)."""
-        return self._source is not None and self._source.left(self.at) == 0
+        return self._is_end(self.at)
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
@@ -195,13 +250,13 @@ class Batches:
         return count
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._is_given:
+        if self._given is None:
             raise DataError("no data= was given to the Checkpointer: iterate your own loader and call ckpt.step()")
         self._on_start()
         assert self._source is not None
         if self._is_exhausted:  # a loop without ckpt.epochs(): the next round is the next epoch
-            self.seek(self.epoch + 1, Cursor())
-        batches = self._source.open(self.epoch, self.at)
+            self._end, self.at, self._is_exhausted = self.at, Cursor(self.at.epoch + 1), False
+        batches = self._source.open(self.at)
         while True:
             self._on_request()
             try:
@@ -210,5 +265,6 @@ class Batches:
                 self._is_exhausted = True
                 return
             self.at = self._source.after(self.at)
+            self._unused.append(self.at)
             self._on_delivered()
             yield batch

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from stepwell.data.cursor import Cursor
-from stepwell.data.permutation import Permutation
+from stepwell.data.permutation import ORDER, Permutation
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -44,39 +44,43 @@ class Plain(Sampler[Any]):
 
     def __init__(self, samples: Sized, batch_size: int | None, drop_last: bool, seed: int | None) -> None:
         self._samples, self._batch_size, self._drop_last, self._seed = samples, batch_size, drop_last, seed
-        self._epoch, self._start = 0, 0
+        self._at = Cursor()
 
-    def seek(self, epoch: int, at: Cursor) -> None:
+    def seek(self, at: Cursor) -> None:
         """Where the next iteration begins."""
-        self._epoch, self._start = epoch, at.samples
+        self._at = at
 
     def after(self, at: Cursor) -> Cursor:
         """Where one batch more leads to."""
-        return Cursor(at.batches + 1, min(at.samples + (self._batch_size or 1), len(self._samples)))
+        return Cursor(at.epoch, at.batches + 1, min(at.samples + (self._batch_size or 1), len(self._samples)))
 
     def left(self, at: Cursor) -> int:
         """How many batches are left of the epoch."""
         samples, size = max(0, len(self._samples) - at.samples), self._batch_size or 1
         return samples // size if self._drop_last else -(-samples // size)
 
+    @property
+    def order(self) -> str:
+        """Names the order of the samples."""
+        return "sequential" if self._seed is None else ORDER
+
     def length(self) -> int | None:
         """Samples of an epoch: the order is another one if it changes."""
         return len(self._samples)
 
-    def read(self, consumed: int, samples: int | None) -> Cursor:
-        """The position that a checkpoint tells of; one that only knew batches had this size of them."""
-        known = consumed * (self._batch_size or 1) if samples is None else samples
-        return Cursor(consumed, min(known, len(self._samples)))
+    def size(self) -> int:
+        """Samples of a batch; zero where only batches count."""
+        return self._batch_size or 1
 
     def __len__(self) -> int:
-        return self.left(Cursor(0, self._start))
+        return self.left(self._at)
 
     def __iter__(self) -> Iterator[Any]:
         if self._seed is None:
-            numbers: Iterator[int] = iter(range(self._start, len(self._samples)))
+            numbers: Iterator[int] = iter(range(self._at.samples, len(self._samples)))
         else:
-            order = Permutation(len(self._samples), seed=self._seed, epoch=self._epoch)
-            numbers = order.iterate(self._start)
+            order = Permutation(len(self._samples), seed=self._seed, epoch=self._at.epoch)
+            numbers = order.iterate(self._at.samples)
         if self._batch_size is None:
             yield from numbers
             return
@@ -89,35 +93,40 @@ class Skipping(Sampler[Any]):
 
     def __init__(self, inner: Any, seed: int) -> None:
         self._inner, self._seed = inner, seed
-        self._epoch, self._skip = 0, 0
+        self._at = Cursor()
 
-    def seek(self, epoch: int, at: Cursor) -> None:
+    def seek(self, at: Cursor) -> None:
         """Where the next iteration begins."""
-        self._epoch, self._skip = epoch, at.batches
+        self._at = at
 
     def after(self, at: Cursor) -> Cursor:
         """Where one batch more leads to."""
-        return Cursor(at.batches + 1)
+        return Cursor(at.epoch, at.batches + 1)
 
     def left(self, at: Cursor) -> int:
         """How many batches are left of the epoch. Raises TypeError if the sampler does not know."""
         return max(0, len(self._inner) - at.batches)
 
+    @property
+    def order(self) -> None:
+        """Its own."""
+        return None
+
     def length(self) -> int | None:
         """Not known in samples."""
         return None
 
-    def read(self, consumed: int, samples: int | None) -> Cursor:
-        """The position that a checkpoint tells of."""
-        return Cursor(consumed)
+    def size(self) -> int:
+        """Only batches count."""
+        return 0
 
     def __len__(self) -> int:
-        return self.left(Cursor(self._skip))
+        return self.left(self._at)
 
     def __iter__(self) -> Iterator[Any]:
-        _reseed(self._inner, self._seed, self._epoch)
+        _reseed(self._inner, self._seed, self._at.epoch)
         for number, indices in enumerate(self._inner):
-            if number >= self._skip:
+            if number >= self._at.batches:
                 yield indices
 
 

@@ -48,6 +48,11 @@ class StepCounter:
         self.is_explicit = self._is_called = True
 
     @property
+    def is_open(self) -> bool:
+        """The body of an explicit loop has made its step, and has not called `step()` yet."""
+        return self.is_explicit and self._stepped and not self._is_called
+
+    @property
     def is_ahead(self) -> bool:
         """A batch was delivered and no optimizer stepped since: accumulation, or a consumer that reads ahead."""
         return self.has_optimizers and self._delivered > 0 and not self._stepped

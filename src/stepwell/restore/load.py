@@ -45,9 +45,15 @@ def load_record(
     *,
     only: set[str] | None,
     strict: bool,
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> Loaded:
-    """Fill the live objects from a checkpoint. Raises StateError (mismatch) or DamagedError (bytes)."""
+    """Fill the live objects from a checkpoint. Raises StateError (mismatch) or DamagedError (bytes).
+
+    check:  told the run's own state (its generators are not read yet) before anything is changed; may refuse it
+    """
     try:
+        if check is not None:
+            check(_own_values(record))
         return _load(record, open_source, tracked, only, strict)
     except DamagedError as error:
         if "path" in error.fields:
@@ -93,16 +99,33 @@ def _load(
     return Loaded(own, fit.problems, nbytes)
 
 
+def _own_values(record: Record) -> dict[str, Any]:
+    own = record.tree.get("stepwell") if isinstance(record.tree, dict) else None
+    if not isinstance(own, dict):
+        raise DamagedError("the tree of values lacks the run's own state")
+    _check_values(own, record)
+    return own
+
+
 def _check_own(own: Any, record: Record) -> None:
     """The run's own state goes to counters and generators, which would not look at it."""
-    if not isinstance(own, dict) or own.get("step") != record.id.step or type(own.get("finished")) is not bool:
-        raise DamagedError("the run's own state does not belong to this step")
-    for name in ("epoch", "consumed", "samples", "length"):
-        value = own.get(name)
-        is_optional = name in ("samples", "length") and value is None  # older ones, and sources that count batches
-        if not is_optional and (type(value) is not int or not 0 <= value < 1 << 62):
-            raise DamagedError(f"the run's own state has {value!r} as {name}")
+    if not isinstance(own, dict):
+        raise DamagedError("the run's own state is no table")
+    _check_values(own, record)
     rng.check(own.get("rng"))
+
+
+def _check_values(own: dict[str, Any], record: Record) -> None:
+    if own.get("step") != record.id.step or type(own.get("finished")) is not bool:
+        raise DamagedError("the run's own state does not belong to this step")
+    data = own.get("data", {})  # older ones have none
+    if not isinstance(data, dict):
+        raise DamagedError(f"the run's own state has {data!r} as data")
+    for place, name in ((own, "epoch"), (own, "consumed"), (data, "samples"), (data, "length")):
+        value = place.get(name)
+        is_missing = place is data and value is None  # the source counts batches only
+        if not is_missing and (type(value) is not int or not 0 <= value < 1 << 62):
+            raise DamagedError(f"the run's own state has {value!r} as {name}")
 
 
 def _leaf_names(tree: Any) -> list[str]:

@@ -67,10 +67,14 @@ class Placing:
             return _DeviceLane(self._on_host, self._flat, {}, self._take(nbytes), self._staging)
         with torch.cuda.device(next(iter(self._ready))):  # a new thread would make a context on the first device
             staging = self._take(nbytes)
-        streams = {device: torch.cuda.Stream(device) for device in self._ready}
-        for device, stream in streams.items():
-            stream.wait_event(self._ready[device])
-        return _DeviceLane(self._on_host, self._flat, streams, staging, self._staging)
+        try:
+            streams = {device: torch.cuda.Stream(device) for device in self._ready}
+            for device, stream in streams.items():
+                stream.wait_event(self._ready[device])
+            return _DeviceLane(self._on_host, self._flat, streams, staging, self._staging)
+        except BaseException:
+            self._staging.append(staging)  # closed with the others, or it would stay page-locked
+            raise
 
     def _take(self, nbytes: int) -> _Staging:
         """Staging that a lane for an earlier file left, or new one."""

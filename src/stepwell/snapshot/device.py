@@ -212,6 +212,13 @@ class DeviceJob:
         stream.wait_event(self.done)
         self.wait_to.record(stream)
 
+    def stop(self) -> None:
+        """The snapshot is lost: nobody waits for copies that were never issued; those that were are over on return."""
+        self.issued.set()
+        for stream in self.streams:
+            with contextlib.suppress(RuntimeError):  # a device that is gone copies nothing
+                stream.synchronize()
+
     def waited_seconds(self) -> float | None:
         """How long the compute stream stood at the gate, or copied on the device; None if not known (yet)."""
         if self.wait_from is None or self.wait_to is None or not self.wait_to.query():

@@ -146,6 +146,8 @@ class Inflight:
                 crash_point("copy.complete")
         except Exception as error:  # whatever happens here must not leave the optimizer waiting for ever
             self.host.stop(error)  # before the slot is free for the next one
+            for job in self.jobs:
+                job.stop()
             self.void = Void("?", f"copy failed: {type(error).__name__}: {error}")
         try:
             settle(self)  # before the gate opens: the next snapshot must know how this one ended

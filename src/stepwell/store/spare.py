@@ -2,7 +2,8 @@
 
 Owns:    which file may be kept, and under which name it waits.
 Holds:   only a file that nobody else can see any more: its checkpoint is gone durably, it has one name, and no process
-         has it open or mapped (a write lease says so). Where the file system cannot tell, the file is removed instead.
+         has it open or mapped (a write lease says so). On a file system that other machines may have mounted too the
+         lease knows nothing of them: there, and where there are no leases, the file is removed instead.
 
 Blocks that are there are overwritten faster than new ones are allocated (measured on ext4: 3.0 against 2.1 GB/s), and
 removing a large file keeps the disk busy (0.3 s for a gigabyte).
@@ -19,18 +20,23 @@ from stepwell.faults import crash_point
 from stepwell.store import files
 
 PREFIX: Final = "spare."
+LOCAL: Final = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs", "zfs", "bcachefs"})
+"""File systems of one machine."""
 
 
 class Spare:
     """At most one file, for one rank in one lineage. Constructing only assigns."""
 
-    def __init__(self, root: Path, stem: str, lineage: int) -> None:
+    def __init__(self, root: Path, stem: str, lineage: int, *, file_system: str) -> None:
+        self._is_local = file_system in LOCAL
         self.stem = stem
         self.path = root / f"{PREFIX}{stem}.l{lineage:04d}{files.TEMPORARY}"
 
     def keep(self, file: Path) -> bool:
         """Take a file of a checkpoint that is no checkpoint any more. False: it has to be removed."""
-        if file.name != f"{self.stem}.safetensors" or os.path.lexists(self.path) or not _is_ours_alone(file):
+        if not self._is_local or file.name != f"{self.stem}.safetensors" or os.path.lexists(self.path):
+            return False
+        if not _is_ours_alone(file):
             return False
         try:
             files.rename(file, self.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ EXIT_GRACE_SECONDS = 2.0
 def pytest_configure(config: pytest.Config) -> None:
     # One mark per process, so one per xdist worker: a worker never ends another one's children.
     os.environ[leftovers.MARK] = uuid.uuid4().hex
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # started in the background of a shell: children would ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

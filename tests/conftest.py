@@ -18,9 +18,8 @@ EXIT_GRACE_SECONDS = 2.0
 def pytest_configure(config: pytest.Config) -> None:
     # One mark per process, so one per xdist worker: a worker never ends another one's children.
     os.environ[leftovers.MARK] = uuid.uuid4().hex
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # started in the background of a shell: children would ignore it
+    # Started in the background of a shell it is ignored, and what tests start would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -128,9 +128,11 @@ class PowerFs(mfusepy.Operations):
         self.disk.operation()
         directory, name = self.disk.parent(old)
         target, new_name = self.disk.parent(new)
-        if target is not directory:
-            raise mfusepy.FuseOSError(errno.EXDEV)
-        directory.change((name, None), (new_name, directory.names[name]))
+        if target is directory:
+            directory.change((name, None), (new_name, directory.names[name]))
+        else:  # a cut may leave both names, or none: less than file systems promise
+            target.change((new_name, directory.names[name]))
+            directory.change((name, None))
         return 0
 
     def chmod(self, path: str, mode: int) -> int:

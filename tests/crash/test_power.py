@@ -26,7 +26,7 @@ from stepwell.agent import persist, writer
 from stepwell.agent.persist import Persister
 from stepwell.errors import DamagedError, StepwellError
 from stepwell.faults import POINTS
-from stepwell.store import catalog, commit, files, retention
+from stepwell.store import catalog, commit, files, retention, spare
 from stepwell.store.paths import RunPaths
 from stepwell.types import Keep
 from tests.agent.puppet import Puppet, verify
@@ -93,7 +93,8 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PowerDisk]
         pytest.skip(f"FUSE is not there: {error} (`make soak` installs it where it may)")
     if os.getuid() != 0 or not os.path.exists("/dev/fuse"):
         pytest.skip("mounting FUSE in a namespace needs root and /dev/fuse")
-    monkeypatch.setattr("stepwell.agent.persist.file_system_type", lambda root: "ext4")  # as which it stands here
+    monkeypatch.setattr("stepwell.agent.persist.file_system_type", lambda root: "ext4")  # as which it stands here,
+    monkeypatch.setattr(spare, "_is_ours_alone", lambda path: True)  # but FUSE has no leases; nobody else reads it
     disk = PowerDisk(tmp_path)
     yield disk
     disk.close()
@@ -211,7 +212,7 @@ def test_a_cut_after_an_agent_was_killed_and_replaced(
             if len(passed) == 3:
                 raise Killed
 
-    for module in (persist, writer, commit, files, retention):
+    for module in (persist, writer, commit, files, retention, spare):
         if hasattr(module, "crash_point"):
             monkeypatch.setattr(module, "crash_point", kill_once)
     with Work(disk.root / "killed" / "run") as work:

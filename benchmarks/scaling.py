@@ -200,6 +200,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "scaling")
+    parser.add_argument("--sizes", help="gigabytes, with commas between them (default: what the device has room for)")
     parser.add_argument("--quick", action="store_true", help="small states only, to try the script")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -211,6 +212,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options.out.mkdir(parents=True, exist_ok=True)
     sizes, counts = ((0.02, 0.1), (10, 100, 1000)) if options.quick else (SIZES[device], COUNTS)
+    sizes = tuple(float(text) for text in options.sizes.split(",")) if options.sizes else sizes
     fixed = 0.05 if options.quick else FIXED_GB[device]
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"
     result: dict[str, Any] = {

@@ -28,7 +28,7 @@ _BOOT: Final = (
     "import sys; sys.path[:0] = sys.argv[2:]; del sys.argv[2:]; from stepwell.agent.process import main; main()"
 )
 _MAX_DEATHS_PER_MINUTE: Final = 5
-_START_TRIES: Final = 3
+_START_TRIES: Final = 5
 _END_SECONDS: Final = 5.0
 
 

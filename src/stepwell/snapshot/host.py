@@ -8,6 +8,7 @@ Holds:   the copying threads have a low priority: they use what training leaves 
 
 from __future__ import annotations
 
+import cmath
 import contextlib
 import ctypes
 import os
@@ -68,7 +69,7 @@ def pieces(source: Source, address: int, *, is_live: bool = True) -> Iterator[Ho
 def has_non_finite(tensor: torch.Tensor) -> bool:
     """Whether a host tensor holds an infinity or a NaN. A finite sum proves it does not."""
     wide = tensor.float() if tensor.element_size() < 4 else tensor
-    if bool(torch.isfinite(wide.sum())):
+    if cmath.isfinite(wide.sum().item()):
         return False
     return not bool(torch.isfinite(wide).all())
 

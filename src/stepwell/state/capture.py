@@ -71,7 +71,7 @@ class _Memory:
         self._objects = self._see()[1]  # held: an object that is gone could give its identity to another one
         self._ids = list(map(id, self._objects))
         self._names = self._see()[0]
-        self._tensors = [value for value in self._objects if isinstance(value, torch.Tensor)]
+        self._tensors = list({id(value): value for value in self._objects if isinstance(value, torch.Tensor)}.values())
         self._places = self._place()
 
     @property
@@ -90,7 +90,7 @@ class _Memory:
         return (
             [tensor.data_ptr() for tensor in self._tensors],
             [tensor.shape for tensor in self._tensors],
-            [tensor.stride() for tensor in self._tensors],
+            [None if tensor.is_contiguous() else tensor.stride() for tensor in self._tensors],
             [tensor.requires_grad for tensor in self._tensors],
         )
 

@@ -16,15 +16,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from stepwell.data.cursor import Cursor
-from stepwell.data.sampler import epoch_seed, layers, make_sampler
+from stepwell.data.sampler import CountsBatches, epoch_seed, layers, make_sampler
 from stepwell.errors import DataError
 
 _HOW = (
     "stepwell resumes a torch DataLoader over a map-style data set, or a list of batches; "
     "for anything else leave data= out, track the source's own state, and call ckpt.step() at the end of the loop body"
 )
-
-
 _MOST_UNUSED = 1 << 16
 """A loop that never says what it used (an evaluation) must not fill memory."""
 
@@ -98,7 +96,6 @@ class LoaderSource:
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
-
         self.order = self._sampler.order
         self.after, self.length, self.size = self._sampler.after, self._sampler.length, self._sampler.size
 
@@ -114,10 +111,8 @@ class LoaderSource:
             return None
 
 
-class SequenceSource:
+class SequenceSource(CountsBatches):
     """A list of batches, in its own order."""
-
-    order = None
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches
@@ -125,17 +120,8 @@ class SequenceSource:
     def open(self, at: Cursor) -> Iterator[Any]:
         return (self._batches[i] for i in range(at.batches, len(self._batches)))
 
-    def after(self, at: Cursor) -> Cursor:
-        return Cursor(at.epoch, at.batches + 1)
-
     def left(self, at: Cursor) -> int | None:
         return max(0, len(self._batches) - at.batches)
-
-    def length(self) -> int | None:
-        return None
-
-    def size(self) -> int:
-        return 0
 
 
 def make_source(data: Any, seed: int) -> Source:

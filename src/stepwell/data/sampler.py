@@ -88,7 +88,25 @@ class Plain(Sampler[Any]):
             yield list(islice(numbers, self._batch_size))
 
 
-class Skipping(Sampler[Any]):
+class CountsBatches:
+    """What a source says of itself that knows batches only: their order is its own, and samples do not count."""
+
+    order: str | None = None
+
+    def after(self, at: Cursor) -> Cursor:
+        """Where one batch more leads to."""
+        return Cursor(at.epoch, at.batches + 1)
+
+    def length(self) -> int | None:
+        """Not known in samples."""
+        return None
+
+    def size(self) -> int:
+        """Only batches count."""
+        return 0
+
+
+class Skipping(CountsBatches, Sampler[Any]):
     """What any other sampler yields in this epoch, less what was consumed before."""
 
     def __init__(self, inner: Any, seed: int) -> None:
@@ -99,26 +117,9 @@ class Skipping(Sampler[Any]):
         """Where the next iteration begins."""
         self._at = at
 
-    def after(self, at: Cursor) -> Cursor:
-        """Where one batch more leads to."""
-        return Cursor(at.epoch, at.batches + 1)
-
     def left(self, at: Cursor) -> int:
         """How many batches are left of the epoch. Raises TypeError if the sampler does not know."""
         return max(0, len(self._inner) - at.batches)
-
-    @property
-    def order(self) -> None:
-        """Its own."""
-        return None
-
-    def length(self) -> int | None:
-        """Not known in samples."""
-        return None
-
-    def size(self) -> int:
-        """Only batches count."""
-        return 0
 
     def __len__(self) -> int:
         return self.left(self._at)

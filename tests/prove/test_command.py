@@ -47,7 +47,10 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Comm
     with make(["bash", "-c", TREE], tmp_path) as command:
         command.start()
         assert comes_true(lambda: (tmp_path / "trainer").exists() and (tmp_path / "agent").read_text().strip())
-        yield command, int((tmp_path / "trainer").read_text()), int((tmp_path / "agent").read_text())
+        trainer, agent = (int((tmp_path / name).read_text()) for name in ("trainer", "agent"))
+        # Their numbers are known at the fork; between that and the program itself a process shows no environment.
+        assert comes_true(lambda: {trainer, agent} <= set(command._pids()))
+        yield command, trainer, agent
 
 
 def test_the_trainer_alone_goes_with_its_wrapper_and_the_agent_stays(tree: tuple[Command, int, int]) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         StateError,
         StepwellError,
     )
+    from stepwell.policy.auto import Auto
     from stepwell.policy.every import Every, Never
     from stepwell.snapshot.uploads import SaveHandle
     from stepwell.types import Keep, Status
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AgentError": "errors",
+    "Auto": "policy.auto",
     "Checkpointer": "checkpointer",
     "ConfigError": "errors",
     "DamagedError": "errors",
@@ -52,6 +54,7 @@ _HOMES = {
 
 __all__ = [
     "AgentError",
+    "Auto",
     "Checkpointer",
     "ConfigError",
     "DamagedError",

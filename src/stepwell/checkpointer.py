@@ -13,25 +13,27 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from stepwell import events, journal
+from stepwell import events, journal, options
 from stepwell.agent.client import AgentClient
-from stepwell.arena.channel import Message
 from stepwell.data.loader import Batches
 from stepwell.data.steps import StepCounter
 from stepwell.errors import AgentError, ConfigError, PersistError, StateError
-from stepwell.options import Files, check_files, check_options, named_objects, run_directory, seconds_from
+from stepwell.leave import Leave, Order
+from stepwell.outcome import Outcomes
 from stepwell.own import OwnState
-from stepwell.policy.every import Cadences, Every, Never, Policy
+from stepwell.pace import Pace
+from stepwell.policy.every import Policy
 from stepwell.reopen import Reopened, load_only, reopen
-from stepwell.snapshot.inflight import Inflight
 from stepwell.snapshot.snapshotter import Snapshotter
-from stepwell.snapshot.uploads import SaveHandle, Uploads
+from stepwell.snapshot.uploads import SaveHandle
 from stepwell.state.capture import Capture
 from stepwell.state.tracked import track as track_objects
+from stepwell.store.history import CLOSED, TOLD
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import ProgressFile
 from stepwell.types import Keep, Status
@@ -44,11 +46,14 @@ class Checkpointer:
         self,
         where: str | os.PathLike[str],
         *,
+        overhead: float | None = None,
         policy: Policy | None = None,
         memory: Policy | None = None,
         keep: int | Keep = 2,
         data: Any = None,
         seed: int | None = None,
+        grace: float | None = 25.0,
+        notice: Any = None,
         host_memory: int | None = None,
         snapshot: str = "auto",
         verify_snapshots: bool = False,
@@ -57,23 +62,28 @@ class Checkpointer:
     ) -> None:
         """Only the directory and the objects (`**tracked`, or `track={}`) have no default.
 
-        policy, keep:  when to write a checkpoint (every 60 s), and how many stay
+        overhead:      share of the time that checkpoints may take (0.035); short for policy=Auto(overhead=)
+        policy, keep:  when to write a checkpoint, and how many stay
         memory:        when to copy the state into memory only, in between: `Every(steps=1)` is cheap on a GPU. If this
                        process crashes, the newest copy is restored from there, and written to disk
         data, seed:    the loader behind `ckpt.data`, and the seed of its order
+        grace:         seconds from SIGTERM, SIGINT, SIGUSR1 or a notice until this process has to be gone; the last
+                       step is saved in them. None leaves signals alone
+        notice:        a path that appears, or a function that says True, when the machine is about to go away
         host_memory:   bytes for copies in memory; too few for one of them means blocking saves
         snapshot:      auto, device, overlap or blocking; verify_snapshots hashes every leaf before and after
         """
-        options = {"keep": keep, "data": data, "seed": seed, "host_memory": host_memory, "snapshot": snapshot}
-        check_options(policy=policy, memory=memory, track=track, **options)
-        self._paths = RunPaths(run_directory(where))
-        self._due = Cadences(policy or Every(seconds=60), memory or Never())
+        given = {"keep": keep, "data": data, "seed": seed, "host_memory": host_memory, "snapshot": snapshot}
+        options.check_options(policy=policy, memory=memory, track=track, grace=grace, notice=notice, **given)
+        self._paths = RunPaths(options.run_directory(where))
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self._seed = seed
-        self._tracked = track_objects(named_objects(track, tracked))
+        self._tracked = track_objects(options.named_objects(track, tracked))
         self._capture = Capture(self._tracked)
         self._log = journal.EventLog(self._paths.events, who="trainer", background=True)
-        self._client = AgentClient(self._log, self._on_agent)
+        self._pace = Pace(self._paths, options.choose_policy(policy, overhead), memory, self._log)
+        self._outcomes = Outcomes(self._pace.end, lambda pid: self._progress.update(self._steps.step, agent_pid=pid))
+        self._client = AgentClient(self._log, self._outcomes.on_agent)
         self._snapshotter = Snapshotter(
             self._tracked,
             strategy=snapshot,
@@ -82,21 +92,19 @@ class Checkpointer:
             slots=2 if memory is None else 3,
             log=self._log,
             client=self._client,
-            on_settled=self._on_settled,
+            on_settled=self._outcomes.on_settled,
         )
+        self._outcomes.attach(self._snapshotter)
         self._progress = ProgressFile(self._paths.progress, self._log.later)
         self._steps = StepCounter()
-        self._uploads = Uploads()
-        self._close_seconds = seconds_from("STEPWELL_CLOSE_SECONDS", 120)
+        self._leave = Leave(self._log, lambda: self._steps.step, lambda: self._pace.close(TOLD), grace, notice)
+        self._close_seconds = options.seconds_from("STEPWELL_CLOSE_SECONDS", 120)
         self.data = Batches(data, self._ensure_open, self._on_request, self._steps.on_delivered)
         self._own = OwnState(self._steps, self.data)
         self._pid = os.getpid()
         self._reopened: Reopened | None = None
-        self._is_closed = self._is_fenced = self._is_lost = False
-        self._may_abandon = self._said_ahead = self._is_due_again = False
+        self._is_closed = self._may_abandon = self._said_ahead = False
         self._repeats: dict[int, int] = {}
-        self._committed_step: int | None = None
-        self._memory_step: int | None = None
         self._hooks = [
             item.optimizer.register_step_pre_hook(self._before_optimizer_step)
             for item in self._tracked
@@ -146,17 +154,17 @@ class Checkpointer:
 
     def _open(self, reopened: Reopened) -> None:
         """From here on the run is ours: agent, data, hooks, memory."""
-        self._log.lineage = reopened.lineage.number
+        self._log.lineage = self._outcomes.lineage = reopened.lineage.number
         if reopened.own is not None:
             for problem in self._own.load(reopened.own):
                 self._log.emit(events.Mismatch(problems=[problem]))
         self._snapshotter.open(reopened.lineage.number)
         self._client.start(reopened.hello(self._paths, self._keep))
         self._reopened = reopened
+        self._pace.open(is_restart=reopened.restored is not None)
+        self._leave.listen()
         atexit.register(self._at_exit)
-        with contextlib.suppress(OSError):  # reports are poorer without it, nothing else
-            self._progress.open(lineage=reopened.lineage.number, agent_pid=self._client.pid)
-        self._progress.update(self._steps.step)
+        self._progress.open(lineage=reopened.lineage.number, agent_pid=self._client.pid, step=self._steps.step)
         self._log.emit(reopened.start(step=self._steps.step, agent_pid=self._client.pid))
         self._prepare(reopened)
 
@@ -164,9 +172,11 @@ class Checkpointer:
         """Get memory ready early: after a restore at once, else after the first step (optimizers fill up there)."""
         if reopened.own is None:
             return
-        self._committed_step = self._steps.step
-        self._due.restart(self._steps.step, durable=True)
-        self._snapshotter.prepare(self._capture.flatten(self._own.capture()), frozen=reopened.frozen)
+        self._outcomes.committed_step = self._steps.step
+        self._pace.restart(self._steps.step, durable=True)
+        flat = self._capture.flatten(self._own.capture())
+        self._pace.know(flat, self._steps.step)
+        self._snapshotter.prepare(flat, frozen=reopened.frozen)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -181,7 +191,7 @@ class Checkpointer:
         for epoch in range(self.data.at.epoch, count):
             if epoch != self.data.at.epoch:
                 self._own.go_to(epoch)
-                self._due.count_epoch()
+                self._pace.count_epoch()
             yield epoch
         self._count_step()
         self._own.go_to(count)
@@ -212,9 +222,12 @@ class Checkpointer:
         if not self._count_step():
             return
         step, is_end = self._steps.step, self.data.is_at_end
-        if self._is_due_again or self._due.disk.is_due(step, is_epoch_end=is_end):
+        self._pace.end_iteration(step)
+        if self._leave.order is not None:
+            self._go(self._leave.order)
+        elif self._outcomes.is_due_again or self._pace.is_due(step, is_epoch_end=is_end):
             self._save(block=False)
-        elif self._due.memory.is_due(step, is_epoch_end=is_end):
+        elif self._pace.is_memory_due(step, is_epoch_end=is_end):
             self._save(block=False, durable=False)
         elif self._snapshotter.is_unprepared:
             self._snapshotter.prepare(self._capture.flatten(self._own.capture()))
@@ -232,7 +245,7 @@ class Checkpointer:
         if not self._steps.has_stepped:
             with contextlib.suppress(StateError):  # said again, with its path, by the first save
                 self._snapshotter.observe(self._capture.flatten())
-        self._snapshotter.gate()
+        self._pace.waited(self._snapshotter.gate())
         self._steps.on_optimizer_step()
 
     @contextlib.contextmanager
@@ -249,7 +262,7 @@ class Checkpointer:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def save(self, *, name: str | None = None, files: Files | None = None) -> SaveHandle:
+    def save(self, *, name: str | None = None, files: options.Files | None = None) -> SaveHandle:
         """Save now. Waits for memory, a free slot and the copy of what is on the CPU, not for the disk: see the handle.
 
         After this iteration's optimizer step it counts as the end of the iteration: call it last in the loop body.
@@ -262,7 +275,7 @@ class Checkpointer:
         self._count_step()  # or a resume would apply this batch twice
         self._own.is_after_epoch = self._own.is_past_epoch  # or it would run the code after the loop twice
         try:
-            handle = self._save(block=True, name=name, files=check_files(files))
+            handle = self._save(block=True, name=name, files=options.check_files(files))
             self._snapshotter.copy_now()  # asked for: on return a kill of this process loses nothing that is on the CPU
         finally:
             self._own.is_after_epoch = False
@@ -281,13 +294,14 @@ class Checkpointer:
         self, *, block: bool, durable: bool = True, name: str | None = None, files: dict[str, str] | None = None
     ) -> SaveHandle | None:
         """state -> snapshot -> arena -> agent. None: put off (an event says why); asked again after the next step."""
-        step, repeat = self._steps.step, self._repeats.get(self._steps.step, -1) + 1
-        if self._is_lost:
+        step, repeat, started = self._steps.step, self._repeats.get(self._steps.step, -1) + 1, time.monotonic()
+        if self._outcomes.is_lost:
             if block:
                 raise AgentError("the agent died again and again; see the log above for its error")
             return None
         try:
             flat = self._capture.flatten(self._own.capture())
+            self._pace.know(flat, self._steps.step)
             meta = {"step": step, "repeat": repeat, "durable": durable, "created": time.time(), "tree": flat.tree}
             is_end = self.data.is_at_end or self._own.is_finished
             meta |= {"epoch_end": is_end, "finished": self._own.is_finished, "name": name, "files": files or {}}
@@ -296,66 +310,48 @@ class Checkpointer:
             if block:
                 raise
             taken = f"{type(error).__name__}: {error}"  # a failed checkpoint never stops training
-            self._due.restart(step, durable=durable)  # and the same at every step helps nobody
+            self._pace.restart(step, durable=durable)  # and the same at every step helps nobody
         if isinstance(taken, str):
             self._log.emit(events.SnapshotSkipped(step=step, reason=taken))
             return None
-        self._due.restart(step, durable=durable)
+        self._pace.restart(step, durable=durable)
+        self._pace.waited(time.monotonic() - started)
         if not durable:
             return None
-        self._is_due_again, self._repeats = False, {step: repeat}
-        return SaveHandle(step, taken.staged, self._uploads.open(taken.sequence))
-
-    def _on_settled(self, inflight: Inflight) -> None:
-        """Copier thread: a snapshot is complete, or void."""
-        if inflight.void is None:
-            self._memory_step = inflight.step
-        elif inflight.is_durable:
-            reason = f"snapshot of step {inflight.step} is void: {inflight.void.leaf} ({inflight.void.seen_by})"
-            self._uploads.fail(inflight.sequence, PersistError(reason, step=inflight.step))
-            self._is_due_again = True  # at the next step, blocking
-
-    def _on_agent(self, message: Message) -> None:
-        """Listening thread: the agent tells what became of a snapshot."""
-        kind, sequence = message["type"], message.get("sequence", 0)
-        if kind == "durable":
-            self._committed_step = message["step"]
-            self._uploads.succeed(sequence, message["directory"])
-        elif kind == "released":
-            self._snapshotter.pool.release(sequence)
-            self._uploads.forget(sequence)
-        elif kind == "failed":
-            self._is_fenced = self._is_fenced or (message["fenced"] and message["lineage"] == self._log.lineage)
-            if message["final"]:
-                self._uploads.fail(sequence, PersistError(message["error"], step=message["step"]))
-        elif kind == "replaced":
-            self._progress.update(self._steps.step, agent_pid=message["pid"])
-        elif kind == "lost":
-            self._is_lost = True
-            self._snapshotter.pool.release_all()
-            self._uploads.fail_all(PersistError("the agent died again and again; see the log"))
-        if self._snapshotter.pool.is_streaming:
-            self._snapshotter.answers.put(message)  # the training thread waits for it
+        self._outcomes.is_due_again, self._repeats = False, {step: repeat}
+        self._pace.begin(taken.sequence, started, is_asked=block)
+        return SaveHandle(step, taken.staged, self._outcomes.uploads.open(taken.sequence))
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until every snapshot taken so far is committed. Raises PersistError for one that was given up."""
         self._snapshotter.drain()
-        self._uploads.wait(timeout)
+        self._outcomes.uploads.wait(timeout)
 
     def status(self) -> Status:
         """Where the run stands."""
         return Status(
             step=self._steps.step,
             epoch=self.data.at.epoch,
-            committed_step=self._committed_step,
-            memory_step=self._memory_step,
-            pending=len(self._uploads.pending()),
+            committed_step=self._outcomes.committed_step,
+            memory_step=self._outcomes.memory_step,
+            pending=len(self._outcomes.uploads.pending()),
             agent_pid=self._client.pid,
             lineage=self._log.lineage,
-            is_fenced=self._is_fenced,
+            is_fenced=self._outcomes.is_fenced,
+            policy=self._pace.explain(),
         )
 
     # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _go(self, order: Order) -> None:
+        """Told to leave, and an iteration is over: one more checkpoint, as far as the time allows. Raises to leave."""
+        is_saved = self._pace.step == self._steps.step and not self._outcomes.is_due_again
+        self._leave.finish(order, None if is_saved else self._save_surely, self.wait)
+        self._close_seconds = min(self._close_seconds, order.seconds_for_disk)
+        self._pace.close(TOLD)
+        with contextlib.suppress(PersistError):
+            self.close(save=False)
+        self._leave.exit()
 
     def close(self, *, save: bool = True) -> None:
         """Save the last step if it is not saved, wait until everything is durable, end the agent."""
@@ -363,9 +359,9 @@ class Checkpointer:
             self._is_closed = True
             return
         try:
-            if save and not self._is_lost:
+            if save and not self._outcomes.is_lost:
                 self._count_step()
-                if self._due.disk.step != self._steps.step or self._is_due_again:
+                if self._pace.step != self._steps.step or self._outcomes.is_due_again:
                     self._save_surely()
         finally:
             self._is_closed = True
@@ -373,14 +369,17 @@ class Checkpointer:
 
     def _shut_down(self) -> None:
         atexit.unregister(self._at_exit)
+        self._leave.stop()
         for hook in self._hooks:
             hook.remove()
         self._log.flush()
         self._snapshotter.stop()
-        pending = self._uploads.pending()
+        pending = self._outcomes.uploads.pending()
         self._client.close(seconds=self._close_seconds if pending else 10.0)
         self._snapshotter.close()
+        self._pace.close(CLOSED)
         self._log.close()
+        self._pace.release()
         self._progress.close()
         left = sum(not future.done() for future in pending)
         if left:
@@ -388,6 +387,7 @@ class Checkpointer:
 
     def _at_exit(self) -> None:
         """The interpreter ends without close(): finish complete snapshots, leave no process. Nothing new is saved."""
+        self._pace.close_after(getattr(sys, "last_type", None))
         with contextlib.suppress(PersistError):
             self.close(save=False)
 
@@ -396,4 +396,5 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         # After an exception the state may be half changed: what is on disk is better than what is in memory.
+        self._pace.close_after(kind)
         self.close(save=kind is None)

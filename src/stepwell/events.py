@@ -24,6 +24,10 @@ class Event:
         """Name in the file: the class name in lower case with dashes."""
         return "".join(f"-{c.lower()}" if c.isupper() else c for c in type(self).__name__).lstrip("-")
 
+    def severity(self) -> int:
+        """Level of this very one."""
+        return self.level
+
     def text(self) -> str:
         """One line for a person."""
         facts = ", ".join(
@@ -177,6 +181,86 @@ class Storage(Event):
         rate = f"{self.bytes_per_second / 1e9:.1f} GB/s"
         writes = f"{self.threads} thread{'' if self.threads == 1 else 's'}, writes of {self.write_bytes >> 20} MiB"
         return f"storage ({self.file_system}): {writes}, {rate}; {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision(Event):
+    """The automatic interval changed: what it is now, which term bound it, and what it was computed from.
+
+    `is_news`: it changed so much that a person may want to know.
+    """
+
+    step: int
+    seconds: float
+    term: str
+    predicted_overhead: float
+    at_risk_seconds: float
+    iteration_seconds: float | None
+    checkpoint_seconds: float
+    durable_seconds: float
+    restart_seconds: float
+    mtbf_seconds: float | None
+    overhead_bound: float
+    recovery_point: float | None
+    sentence: str
+    is_news: bool
+
+    def severity(self) -> int:
+        return logging.INFO if self.is_news else self.level
+
+    def text(self) -> str:
+        return self.sentence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Infeasible(Event):
+    """A wish of the user's cannot be met."""
+
+    level: ClassVar[int] = logging.WARNING
+    step: int
+    problem: str
+
+    def text(self) -> str:
+        return self.problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureAgain(Event):
+    """What an earlier process measured does not hold any more."""
+
+    level: ClassVar[int] = logging.INFO
+    changed: list[str]
+
+    def text(self) -> str:
+        return f"costs are measured again: {', '.join(self.changed)} changed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(Event):
+    """The process was told to leave: by a signal, or by a notice."""
+
+    level: ClassVar[int] = logging.WARNING
+    step: int
+    by: str
+    grace: float
+
+    def text(self) -> str:
+        return f"{self.by}: told to leave within {self.grace:.1f} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left(Event):
+    """The process leaves, because it was told to."""
+
+    level: ClassVar[int] = logging.WARNING
+    step: int
+    by: str
+    durable: bool
+    seconds: float
+    reason: str
+
+    def text(self) -> str:
+        return f"leaving at step {self.step}, {self.seconds:.1f} s after {self.by}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)

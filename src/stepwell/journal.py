@@ -47,8 +47,8 @@ class EventLog:
 
     def emit(self, event: Event) -> None:
         """Write one line and mirror it into `logging`."""
-        if event.level > logging.DEBUG:
-            logger.log(event.level, "%s", event.text())
+        if event.severity() > logging.DEBUG:
+            logger.log(event.severity(), "%s", event.text())
         else:
             logger.debug("%s", event.kind)
         line = {

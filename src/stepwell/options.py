@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from stepwell.errors import ConfigError
+from stepwell.policy.auto import Auto
+from stepwell.policy.every import Policy
 
 Files = dict[str, "str | os.PathLike[str]"]
 STRATEGIES: Final = ("auto", "device", "overlap", "blocking")
@@ -39,6 +41,13 @@ def named_objects(named: dict[str, Any] | None, keywords: dict[str, Any]) -> dic
     return {**(named or {}), **keywords}
 
 
+def choose_policy(policy: Policy | None, overhead: float | None) -> Policy:
+    """The policy that was given, or the automatic one with the overhead that was given."""
+    if policy is not None and overhead is not None:
+        raise ConfigError("overhead= and policy= are both given; policy=Auto(overhead=...) says both", name="overhead")
+    return policy or (Auto() if overhead is None else Auto(overhead=overhead))
+
+
 def check_options(**options: Any) -> None:
     """Refuse an object that landed in an option of the same name, and values that make no sense."""
     for name, value in options.items():
@@ -52,7 +61,14 @@ def check_options(**options: Any) -> None:
     for name in ("policy", "memory"):
         policy = options[name]
         if policy is not None and not callable(getattr(policy, "is_due", None)):
-            raise ConfigError(f"{name}= is a {type(policy).__qualname__}; give Every(...) or Never()", name=name)
+            raise ConfigError(
+                f"{name}= is a {type(policy).__qualname__}; give Auto(...), Every(...) or Never()", name=name
+            )
+    grace, notice = options["grace"], options["notice"]
+    if grace is not None and not (isinstance(grace, int | float) and grace > 0):
+        raise ConfigError(f"grace={grace!r}: give seconds, above 0, or None to leave signals alone", name="grace")
+    if notice is not None and not isinstance(notice, str | os.PathLike) and not callable(notice):
+        raise ConfigError(f"notice={notice!r}: give a path, or a function that returns True or False", name="notice")
     if snapshot not in STRATEGIES:
         raise ConfigError(f"snapshot={snapshot!r}: give one of {', '.join(STRATEGIES)}", name="snapshot")
     if host_memory is not None and (not isinstance(host_memory, int) or host_memory <= 0):

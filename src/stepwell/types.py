@@ -61,7 +61,10 @@ class Owner:
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands. `memory_step`: the newest that is complete in memory, and outlives this process there."""
+    """Where a run stands. `memory_step`: the newest that is complete in memory, and outlives this process there.
+
+    `policy` says in a sentence how often it checkpoints, and why.
+    """
 
     step: int
     epoch: int
@@ -71,6 +74,7 @@ class Status:
     agent_pid: int
     lineage: int
     is_fenced: bool
+    policy: str
 
 
 @dataclass(frozen=True, kw_only=True)

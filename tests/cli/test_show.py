@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.cli.commands import TRAINER, good
+from tests.loop.test_pace import automatic
 
 
 def test_the_tree(made_run: Path) -> None:
@@ -72,3 +73,18 @@ def test_an_abandoned_one_by_its_directory(made_run: Path) -> None:
 
 def test_a_suspect_one_says_so(made_run: Path) -> None:
     assert "suspect (1 non-finite" in good("show", f"{made_run}@9").out.splitlines()[0]
+
+
+def test_the_policy_of_a_run_that_decides(tmp_path: Path) -> None:
+    small = automatic(tmp_path / "run")
+    small.train(stop_after=60)
+    small.ckpt.close()
+    out = good("show", "--policy", tmp_path / "run").out
+    assert " ".join(out.split()).startswith("A checkpoint every ")
+    assert "bound by" in out and ("overhead" in out or "storage" in out)
+    document = good("show", "--policy", tmp_path / "run", "--json").json
+    assert document["failures"] == 0 and document["decisions"][-1]["term"] in ("overhead", "storage")
+
+
+def test_the_policy_of_a_run_with_a_fixed_one(made_run: Path) -> None:
+    assert "decided nothing" in good("show", "--policy", made_run).out

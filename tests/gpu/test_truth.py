@@ -54,7 +54,7 @@ def test_checkpoint_equals_state_at_its_step(name: str, strategy: str, run_dir: 
 
 @pytest.mark.parametrize("name", ["adam", "adam-foreach", "adamw-fused", "sgd"])
 def test_control_without_the_gate(name: str, run_dir: Path, slow_copy: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Snapshotter, "gate", lambda self: None)
+    monkeypatch.setattr(Snapshotter, "gate", lambda self: 0.0)
     monkeypatch.setattr(Guard, "changed", lambda self: None)
     case = CUDA_CASES[name]("cuda")
     case.options["snapshot"] = "overlap"

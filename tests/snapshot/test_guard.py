@@ -104,7 +104,7 @@ def first_void(outcome: Outcome) -> str | None:
 def test_who_sees_it(how: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, guard_sees, verify_sees, is_torn = CHANGES[how]
     if change is step_without_gate:
-        monkeypatch.setattr(Snapshotter, "gate", lambda self: None)
+        monkeypatch.setattr(Snapshotter, "gate", lambda self: 0.0)
     fused = how.startswith("fused")
     plain = changed_run(change, run_dir / "plain", verify=False, fused=fused)
     assert (first_void(plain) == "version guard") is guard_sees

@@ -50,7 +50,7 @@ def late(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
 @pytest.mark.parametrize("name", ["adam", "adam-foreach", "sgd", "several"])
 def test_control_without_the_gate(name: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the gate the guard voids snapshots; without the guard too, the bytes are wrong."""
-    monkeypatch.setattr(Snapshotter, "gate", lambda self: None)
+    monkeypatch.setattr(Snapshotter, "gate", lambda self: 0.0)
     outcome = run(late(CASES[name]("cpu"), monkeypatch), run_dir / "guarded", steps=3)
     assert outcome.wrong()
     assert "snapshot-void" in outcome.kinds()

@@ -155,7 +155,7 @@ def test_progress_is_read_while_it_is_written(tmp_path: Path) -> None:
     assert read_progress(path) is None
     progress = ProgressFile(path, lambda call: call())
     progress.update(5)  # not open: nothing happens
-    progress.open(lineage=3, agent_pid=77)
+    progress.open(lineage=3, agent_pid=77, step=0)
     for step in (0, 1, 10**12):
         progress.update(step)
         found = read_progress(path)

@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from stepwell.cli import wording
-from stepwell.cli.locate import Found, locate, step_option
+from stepwell.cli.decisions import show_policy
+from stepwell.cli.locate import Found, find_run, locate, step_option
 from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
 from stepwell.errors import DamagedError
 from stepwell.format.record import FileEntry, LeafEntry, Record
@@ -22,12 +23,16 @@ _INLINE = 60
 @click.command()
 @click.argument("run")
 @step_option
+@click.option("--policy", is_flag=True, help="Show instead how often the run checkpoints, and why.")
 @json_option
-def show(run: str, step: int | None, as_json: bool) -> None:
+def show(run: str, step: int | None, policy: bool, as_json: bool) -> None:
     """Show what a checkpoint holds: every tensor with its shape, plain values in short, and your own files.
 
     Without a step: the checkpoint that a restart would use.
     """
+    if policy:
+        show_policy(find_run(run), as_json=as_json)
+        return
     found = locate(run, step)
     record = found.record()
     root = outline(record.tree)

@@ -1,6 +1,6 @@
 """Fixed frequencies.
 
-Owns:    `Every` and `Never`, and the cadences, which ask any policy. The automatic policy will stand beside them.
+Owns:    `Every` and `Never`, and the cadence, which asks any policy. The automatic one stands in `auto`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ class Moment:
     seconds_since: float
     epochs_since: int
     is_epoch_end: bool
+    interval: float | None = None
+    """Seconds of work after which an automatic snapshot is due; None: not now."""
 
 
 class Policy(Protocol):
@@ -73,30 +75,11 @@ class Cadence:
         self.epochs = 0
         self.step = 0
 
-    def is_due(self, step: int, *, is_epoch_end: bool) -> bool:
+    def is_due(self, step: int, *, is_epoch_end: bool, interval: float | None = None) -> bool:
         """Asked after every step."""
         seconds = time.monotonic() - self._at
-        return self._policy.is_due(Moment(step, step - self.step, seconds, self.epochs, is_epoch_end))
+        return self._policy.is_due(Moment(step, step - self.step, seconds, self.epochs, is_epoch_end, interval))
 
     def restart(self, step: int) -> None:
         """There is a snapshot of this step: count from here."""
         self.step, self._at, self.epochs = step, time.monotonic(), 0
-
-
-class Cadences:
-    """The two of a run: checkpoints on disk, and between them snapshots that only stay in memory."""
-
-    def __init__(self, disk: Policy, memory: Policy) -> None:
-        self.disk = Cadence(disk)
-        self.memory = Cadence(memory)
-
-    def count_epoch(self) -> None:
-        """Another epoch began."""
-        self.disk.epochs += 1
-        self.memory.epochs += 1
-
-    def restart(self, step: int, *, durable: bool) -> None:
-        """There is a snapshot of this step."""
-        self.memory.restart(step)
-        if durable:
-            self.disk.restart(step)

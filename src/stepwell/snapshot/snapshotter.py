@@ -314,11 +314,11 @@ class Snapshotter:
 
     # -- the gate -----------------------------------------------------------------------------------------------------
 
-    def gate(self) -> None:
-        """The only wait in the training thread: nobody may change what is still being copied."""
+    def gate(self) -> float:
+        """The only wait in the training thread: nobody may change what is still being copied. Returns the seconds."""
         inflight = self._inflight
         if inflight is None:
-            return
+            return 0.0
         waited = inflight.gate()
         inflight.stall_seconds += waited
         if inflight.done.is_set() or not inflight.needs_host_wait:
@@ -328,6 +328,7 @@ class Snapshotter:
                 self._measure(inflight)
                 self._inflight = None
         crash_point("gate.passed")
+        return waited
 
     def _measure(self, inflight: Inflight) -> None:
         known = [wait for wait in inflight.waits() if wait is not None]

@@ -6,6 +6,7 @@ Owns:    one future per snapshot from its start until the agent let go of it.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -36,9 +37,13 @@ def _result(future: Future[str], timeout: float | None) -> str:
 
 
 class Uploads:
-    """Snapshots on their way to the disk. Used from the training, copier and listening threads."""
+    """Snapshots on their way to the disk. Used from the training, copier and listening threads.
 
-    def __init__(self) -> None:
+    `on_decided` is told the sequence of each, and whether it is committed.
+    """
+
+    def __init__(self, on_decided: Callable[[int, bool], None] = lambda sequence, is_durable: None) -> None:
+        self._on_decided = on_decided
         self._futures: dict[int, Future[str]] = {}
         self._lock = threading.Lock()
         self._over: PersistError | None = None
@@ -48,6 +53,7 @@ class Uploads:
         with self._lock:
             future = self._futures.setdefault(sequence, Future())
             if self._over is not None and not future.done():
+                self._on_decided(sequence, False)
                 future.set_exception(self._over)
             return future
 
@@ -56,6 +62,7 @@ class Uploads:
         future = self.open(sequence)
         with self._lock:
             if not future.done():
+                self._on_decided(sequence, True)
                 future.set_result(directory)
 
     def fail(self, sequence: int, error: PersistError) -> None:
@@ -63,6 +70,7 @@ class Uploads:
         future = self.open(sequence)
         with self._lock:
             if not future.done():
+                self._on_decided(sequence, False)
                 future.set_exception(error)
 
     def forget(self, sequence: int) -> None:

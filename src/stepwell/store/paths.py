@@ -4,6 +4,7 @@ run.json                      identity and seed
 events.jsonl                  what happened
 progress                      how far the trainer got, and who it is
 storage.json                  how the file system is written best
+history.json                  how often the run failed, and what checkpoints cost
 lineage/0001.json             histories
 step-000000001200.l0003/      one checkpoint
     rank-00000.safetensors            live leaves
@@ -41,6 +42,10 @@ class RunPaths:
     @property
     def storage(self) -> Path:
         return self.root / "storage.json"
+
+    @property
+    def history(self) -> Path:
+        return self.root / "history.json"
 
     @property
     def lineages(self) -> Path:

@@ -55,7 +55,7 @@ class Progress:
 
 
 class ProgressFile:
-    """The writer's side. Constructing only assigns; `open` may raise OSError.
+    """The writer's side. Constructing only assigns. Without the file reports are poorer, nothing else.
 
     `later` runs a call on a thread of its own: a file system that hangs must not hold the training thread.
     """
@@ -69,12 +69,14 @@ class ProgressFile:
         self._latest = b""
         self._is_queued = False
 
-    def open(self, *, lineage: int, agent_pid: int) -> None:
-        """Take the file over."""
-        file_operation("open", self._path)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    def open(self, *, lineage: int, agent_pid: int, step: int) -> None:
+        """Take the file over, if that is possible."""
+        with contextlib.suppress(OSError):
+            file_operation("open", self._path)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         self._fixed = (lineage, os.getpid(), agent_pid, time.time(), boot_id())
         self._namespace = pid_namespace()
+        self.update(step)
 
     def update(self, step: int, agent_pid: int | None = None) -> None:
         """Note that `step` is finished. Never waits: only the newest note is written."""

@@ -1,0 +1,218 @@
+"""Being told to leave: signals, and notices of a machine that goes away.
+
+Owns:    the handlers of SIGTERM, SIGINT and SIGUSR1 while the run is open, the thread that looks for a notice, and the
+         end of the grace time.
+Not:     how a checkpoint is made (checkpointer).
+Holds:   a handler only notes what it was told: everything else waits until the iteration is over. Handlers that were
+         there before are called, and are back after `stop`. When the grace time is over the process is gone, whatever
+         it was doing; its agent finishes what is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Final
+
+from stepwell import events, journal
+
+REQUEUE: Final = 75
+"""Exit status (EX_TEMPFAIL): told to leave, the run is to be started again."""
+PEER_DIED: Final = 143
+"""Exit status after SIGTERM of a launcher without a notice: another process of the run died."""
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_POLL_SECONDS: Final = 1.0
+_STUCK_SECONDS: Final = 5.0
+_LAST_WORDS: Final = 0.3
+_TO_CLOSE: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """Who told us to leave, and when it has to be over."""
+
+    by: str
+    at: float
+    deadline: float
+    status: int
+
+    @property
+    def is_for_peer(self) -> bool:
+        """A launcher ends everybody because one died: there is no time, and no sense, in saving."""
+        return self.status == PEER_DIED
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the process is gone."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    @property
+    def seconds_for_disk(self) -> float:
+        """That may be waited for a write, so that there is time left to close."""
+        return max(0.0, self.seconds_left - _TO_CLOSE)
+
+
+class Leave:
+    """Listens for orders to leave. Constructing only assigns."""
+
+    def __init__(
+        self,
+        log: journal.EventLog,
+        step: Callable[[], int],
+        on_deadline: Callable[[], None],
+        grace: float | None,
+        notice: Any,
+    ) -> None:
+        self._log = log
+        self._step = step
+        self._grace = grace
+        self._notice = os.environ.get("STEPWELL_NOTICE") if notice is None else notice
+        self._on_deadline = on_deadline
+        self._previous: dict[int, Any] = {}
+        self._ends = (-1, -1)
+        self._wakeup_before = -1
+        self._thread: threading.Thread | None = None
+        self._is_over = False
+        self._pid = 0
+        self._signals = 0
+        self._raised: BaseException | None = None
+        self.order: Order | None = None
+
+    def listen(self) -> None:
+        """Take the signals over, where that is possible, and look for notices."""
+        if self._grace is None:
+            return
+        self._pid = os.getpid()
+        self._ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="stepwell-leave")
+        self._thread.start()
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python allows handlers in the main thread only; notices work everywhere
+        foreign = _caught_in_c()
+        for number in _SIGNALS:
+            before = signal.getsignal(number)
+            if before is None or before is signal.SIG_IGN or (before is signal.SIG_DFL and number in foreign):
+                continue  # ignored on purpose (nohup), or somebody's in C, which could not be called from here
+            self._previous[number] = before
+            signal.signal(number, self._on_signal)
+        # Handlers of Python wait for the main thread, which may be stuck in a collective; the thread does not.
+        self._wakeup_before = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
+        if self._wakeup_before >= 0:
+            signal.set_wakeup_fd(self._wakeup_before)  # an event loop's: left alone
+
+    def stop(self) -> None:
+        """Give the signals back."""
+        for number, before in self._previous.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, before)
+        if self._previous and self._wakeup_before < 0:
+            signal.set_wakeup_fd(-1)
+        self._previous = {}
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._is_over = True
+            os.write(self._ends[1], b"\0")
+            thread.join()
+            for fd in self._ends:
+                os.close(fd)
+
+    def finish(self, order: Order, save: Callable[[], object] | None, wait: Callable[[float], None]) -> None:
+        """An iteration is over: make its checkpoint, unless it is made, and wait for the disk while there is time."""
+        step, is_durable, reason = self._step(), False, "another process of the run died; what is complete is written"
+        self._log.emit(events.Told(step=step, by=order.by, grace=order.seconds_left))
+        if not order.is_for_peer:
+            try:
+                if save is not None:
+                    save()
+                wait(order.seconds_for_disk)
+                is_durable, reason = True, f"step {step} is durable"
+            except Exception as error:  # leaving comes first
+                reason = f"step {step} is not durable yet: {error}"
+        self._say(order, reason, is_durable=is_durable)
+
+    def _say(self, order: Order, reason: str, *, is_durable: bool) -> None:
+        seconds = time.monotonic() - order.at
+        self._log.emit(events.Left(step=self._step(), by=order.by, durable=is_durable, seconds=seconds, reason=reason))
+
+    def exit(self) -> None:
+        """The checkpoint is made: leave as was asked. Raises."""
+        assert self.order is not None
+        if self._raised is not None:
+            raise self._raised  # what a handler before ours wanted
+        if self.order.by == "SIGINT":
+            raise KeyboardInterrupt
+        raise SystemExit(self.order.status)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a worker of the loader, forked from us
+            if number != signal.SIGINT:  # Ctrl-C reaches all: the workers are needed until the iteration is over
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        self._signals += 1
+        if self._signals > 1:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt  # the second Ctrl-C: now
+            return
+        self._take(number)
+        before = self._previous.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            try:
+                before(number, frame)
+            except BaseException as error:  # it wants to leave: after the checkpoint
+                self._raised = error
+
+    def _take(self, number: int) -> None:
+        """A signal (0: a notice). No locks here: it may run in the middle of anything, and in two threads at once."""
+        assert self._grace is not None
+        now, status, grace = time.monotonic(), REQUEUE, self._grace
+        if number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ and not self._is_noticed():
+            status, grace = PEER_DIED, min(grace, _STUCK_SECONDS)
+        if self.order is None:
+            self.order = Order(signal.Signals(number).name if number else "notice", now, now + grace, status)
+
+    def _is_noticed(self) -> bool:
+        if self._notice is None:
+            return False
+        try:
+            return bool(self._notice()) if callable(self._notice) else os.path.exists(self._notice)
+        except Exception:  # a metadata service that does not answer is no notice
+            return False
+
+    def _watch(self) -> None:
+        """Thread: looks for signals and notices, then for the end of the grace time."""
+        while not self._is_over and self.order is None:
+            ready, _, _ = select.select([self._ends[0]], [], [], None if self._notice is None else _POLL_SECONDS)
+            told = [number for number in (os.read(self._ends[0], 64) if ready else b"") if number in self._previous]
+            if told:
+                self._take(told[0])
+            elif self._is_noticed():
+                self._take(0)
+        if self.order is not None:
+            self._wait_out(self.order)
+
+    def _wait_out(self, order: Order) -> None:
+        """Until the process is gone, one way or the other."""
+        while not self._is_over:
+            if not order.seconds_left:
+                self._say(order, "the grace time is over; what is complete is being written", is_durable=False)
+                self._on_deadline()
+                time.sleep(_LAST_WORDS)
+                os._exit(order.status)
+            time.sleep(min(order.seconds_left, 0.05))
+
+
+def _caught_in_c() -> set[int]:
+    """Signals that somebody catches below Python: `signal.getsignal` does not know of them."""
+    try:
+        with open("/proc/self/status") as file:
+            mask = next(int(line.split()[1], 16) for line in file if line.startswith("SigCgt:"))
+    except (OSError, StopIteration, ValueError):
+        return set()
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}

@@ -1,0 +1,68 @@
+"""What became of snapshots: told by the copier and by the agent, asked by the training thread.
+
+Owns:    the futures behind save handles, and where the run stands on disk and in memory.
+Not:     taking snapshots (snapshot), writing them (agent).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stepwell.arena.channel import Message
+from stepwell.errors import PersistError
+from stepwell.snapshot.inflight import Inflight
+from stepwell.snapshot.snapshotter import Snapshotter
+from stepwell.snapshot.uploads import Uploads
+
+
+class Outcomes:
+    """Written by the copier and listening threads. `attach` comes before the first of them."""
+
+    def __init__(self, on_decided: Callable[[int, bool], None], on_new_agent: Callable[[int], None]) -> None:
+        self.uploads = Uploads(on_decided)
+        self._on_new_agent = on_new_agent
+        self._snapshotter: Snapshotter | None = None
+        self.lineage = 0
+        self.committed_step: int | None = None
+        self.memory_step: int | None = None
+        self.is_fenced = False
+        self.is_lost = False
+        """The agent died again and again: nothing will be written any more."""
+        self.is_due_again = False
+        """The last snapshot was void: the next step takes another, blocking."""
+
+    def attach(self, snapshotter: Snapshotter) -> None:
+        """Where slots are given back."""
+        self._snapshotter = snapshotter
+
+    def on_settled(self, inflight: Inflight) -> None:
+        """Copier thread: a snapshot is complete, or void."""
+        if inflight.void is None:
+            self.memory_step = inflight.step
+        elif inflight.is_durable:
+            reason = f"snapshot of step {inflight.step} is void: {inflight.void.leaf} ({inflight.void.seen_by})"
+            self.uploads.fail(inflight.sequence, PersistError(reason, step=inflight.step))
+            self.is_due_again = True
+
+    def on_agent(self, message: Message) -> None:
+        """Listening thread: the agent tells what became of a snapshot."""
+        assert self._snapshotter is not None
+        kind, sequence = message["type"], message.get("sequence", 0)
+        if kind == "durable":
+            self.committed_step = message["step"]
+            self.uploads.succeed(sequence, message["directory"])
+        elif kind == "released":
+            self._snapshotter.pool.release(sequence)
+            self.uploads.forget(sequence)
+        elif kind == "failed":
+            self.is_fenced = self.is_fenced or (message["fenced"] and message["lineage"] == self.lineage)
+            if message["final"]:
+                self.uploads.fail(sequence, PersistError(message["error"], step=message["step"]))
+        elif kind == "replaced":
+            self._on_new_agent(message["pid"])
+        elif kind == "lost":
+            self.is_lost = True
+            self._snapshotter.pool.release_all()
+            self.uploads.fail_all(PersistError("the agent died again and again; see the log"))
+        if self._snapshotter.pool.is_streaming:
+            self._snapshotter.answers.put(message)  # the training thread waits for it

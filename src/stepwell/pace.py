@@ -1,0 +1,250 @@
+"""When: the policies, what they look at, and what the run learns about itself.
+
+Owns:    the cadences, the profile of iterations and checkpoints, the automatic interval, and the run's history.
+Not:     taking a checkpoint (checkpointer), the formula and the measuring themselves (policy).
+Holds:   nothing here waits. What other threads say is noted down and looked at by the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Final
+
+from stepwell import events, journal
+from stepwell.policy.auto import Auto, Tempo, sentence
+from stepwell.policy.every import Cadence, Never, Policy
+from stepwell.policy.interval import Interval
+from stepwell.policy.profile import Profile
+from stepwell.snapshot.ticks import Ticks, device_name
+from stepwell.state.flatten import Flat
+from stepwell.store.history import FAILED, RUNNING, History, HistoryFile, age_of_this_process
+from stepwell.store.paths import RunPaths
+from stepwell.types import Owner
+
+_EARLY: Final = 16
+_NEWS: Final = 2.0
+"""By how much the interval has to change for a line on the terminal."""
+
+
+@dataclass
+class _Life:
+    """A checkpoint between its trigger and its commit."""
+
+    started: float
+    is_asked: bool
+
+
+@dataclass
+class _Iteration:
+    """What has to be known of an iteration beside its duration."""
+
+    stall: float
+    is_busy: bool
+    ended: list[tuple[float, bool]]
+
+
+class Pace:
+    """Answers "now?" after every step. Constructing only assigns."""
+
+    def __init__(self, paths: RunPaths, policy: Policy, memory: Policy | None, log: journal.EventLog) -> None:
+        self._paths, self._policy, self._log = paths, policy, log
+        self._disk, self._memory = Cadence(policy), Cadence(memory or Never())
+        self._profile = Profile()
+        self._tempo = Tempo(policy, self._profile) if isinstance(policy, Auto) else None
+        self._ticks: Ticks[_Iteration] = Ticks()
+        self._file = HistoryFile(paths.history, log.later)
+        self._history = History()
+        self._opened = 0.0
+        self._stall = 0.0
+        self._lives: dict[int, _Life] = {}
+        self._ended: deque[tuple[float, bool]] = deque()
+        self._early: deque[int] = deque(maxlen=_EARLY)
+        self._lock = threading.Lock()
+        self._is_known = self._is_first_step = False
+        self._told = 0.0
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    def open(self, *, is_restart: bool) -> None:
+        """The run is ours."""
+        self._opened = time.monotonic()
+        self._is_first_step = is_restart
+        with contextlib.suppress(OSError):  # learned again
+            self._history = self._file.open().next()
+        self._file.update(self._history)
+
+    def know(self, flat: Flat, step: int) -> None:
+        """The state is known: what an earlier process measured holds, if it is the same on the same machine."""
+        if self._is_known:
+            return
+        self._is_known = True
+        here, history = _conditions(flat, self._paths), self._history
+        was = history.measured_on
+        self._history = replace(history, measured_on=here)
+        if history.checkpoint is None or history.durable is None:
+            return
+        changed = sorted(key for key in {*was, *here} if was.get(key) != here.get(key))
+        if changed:
+            self._history = replace(self._history, checkpoint=None, durable=None)
+            self._log.emit(events.MeasureAgain(changed=changed))
+        else:
+            self._profile.remember(checkpoint=history.checkpoint, durable=history.durable)
+            if self._tempo is not None:
+                self._decide(self._tempo, step)
+
+    def close(self, how: str) -> None:
+        """The process leaves; see `store.history` for how it may. The first word counts."""
+        if self._history.ended == RUNNING:
+            self._write(ended=how)
+
+    def close_after(self, kind: type[BaseException] | None) -> None:
+        """The process ends with this exception, if any: an error is a failure, Ctrl-C is not."""
+        if kind is not None and issubclass(kind, Exception):
+            self.close(FAILED)
+
+    def release(self) -> None:
+        """The writing thread has ended."""
+        self._file.close()
+
+    def _write(self, **changes: str) -> None:
+        checkpoint, durable = self._profile.checkpoint, self._profile.durable
+        self._history = replace(
+            self._history,
+            seconds=time.monotonic() - self._opened,
+            checkpoint=checkpoint if self._is_known else self._history.checkpoint,
+            durable=durable if self._is_known else self._history.durable,
+            **changes,  # type: ignore[arg-type]
+        )
+        self._file.update(self._history)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def waited(self, seconds: float) -> None:
+        """The training thread waited for us."""
+        self._stall += seconds
+
+    def end_iteration(self, step: int) -> None:
+        """A step is done."""
+        if self._is_first_step:
+            self._is_first_step = False
+            self._history = replace(self._history, restart=age_of_this_process())
+        with self._lock:
+            ended = list(self._ended)
+            self._ended.clear()
+            note = _Iteration(self._stall, bool(self._lives or ended), ended)
+        self._stall = 0.0
+        news = False
+        for seconds, iteration in self._ticks.tick(note):
+            self._profile.note_iteration(seconds, stall=iteration.stall, is_busy=iteration.is_busy)
+            for taken, is_asked in iteration.ended:
+                self._profile.note_checkpoint(taken, is_odd=is_asked)
+            news = True
+        if ended:
+            self._write()
+        if news and self._tempo is not None:
+            self._decide(self._tempo, step)
+
+    def _decide(self, tempo: Tempo, step: int) -> None:
+        history = replace(self._history, seconds=time.monotonic() - self._opened)
+        assert isinstance(self._policy, Auto)
+        mtbf, restart = history.mtbf(self._policy.mtbf), history.restart or 0.0
+        found = tempo.decide(mtbf=mtbf, restart=restart)
+        if found is None:
+            return
+        is_news = not self._told or not self._told / _NEWS < found.seconds < self._told * _NEWS
+        self._log.emit(self._decision(tempo, found, step, is_news=is_news))
+        if found.problem and is_news:
+            self._log.emit(events.Infeasible(step=step, problem=found.problem))
+        self._told = found.seconds if is_news else self._told
+
+    def _decision(self, tempo: Tempo, found: Interval, step: int, *, is_news: bool) -> events.Decision:
+        costs, iteration = tempo.costs, self._profile.iteration
+        assert costs is not None and isinstance(self._policy, Auto)
+        return events.Decision(
+            step=step,
+            seconds=found.seconds,
+            term=found.term,
+            predicted_overhead=found.overhead,
+            at_risk_seconds=found.at_risk,
+            iteration_seconds=iteration,
+            checkpoint_seconds=costs.checkpoint,
+            durable_seconds=costs.durable,
+            restart_seconds=costs.restart,
+            mtbf_seconds=costs.mtbf,
+            overhead_bound=self._policy.overhead,
+            recovery_point=self._policy.recovery_point,
+            sentence=sentence(found, costs, bound=self._policy.overhead, iteration=iteration),
+            is_news=is_news,
+        )
+
+    def count_epoch(self) -> None:
+        """Another epoch began: what passed since the last step was no iteration."""
+        self._ticks.skip()
+        self._disk.epochs += 1
+        self._memory.epochs += 1
+
+    def is_due(self, step: int, *, is_epoch_end: bool) -> bool:
+        """Whether a checkpoint is due."""
+        interval = None if self._tempo is None else self._tempo.interval()
+        return self._disk.is_due(step, is_epoch_end=is_epoch_end, interval=interval)
+
+    def is_memory_due(self, step: int, *, is_epoch_end: bool) -> bool:
+        """Whether a snapshot that only stays in memory is due."""
+        return self._memory.is_due(step, is_epoch_end=is_epoch_end)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Of the last checkpoint that was begun."""
+        return self._disk.step
+
+    def restart(self, step: int, *, durable: bool) -> None:
+        """There is a snapshot of this step, or it was given up: count from here."""
+        self._memory.restart(step)
+        if durable:
+            self._disk.restart(step)
+
+    def begin(self, sequence: int, started: float, *, is_asked: bool) -> None:
+        """A checkpoint is under way; `is_asked`: the user wanted it now, and waits for more than usual."""
+        with self._lock:
+            if sequence not in self._early:  # a fast agent may have been here before
+                self._lives[sequence] = _Life(started, is_asked)
+
+    def end(self, sequence: int, is_durable: bool) -> None:
+        """It is committed, or came to nothing. Any thread."""
+        with self._lock:
+            life = self._lives.pop(sequence, None)
+            if life is not None:
+                self._ended.append((time.monotonic() - life.started, life.is_asked or not is_durable))
+            else:
+                self._early.append(sequence)
+
+    def expected_seconds(self) -> float | None:
+        """How long a checkpoint takes to become durable, as far as that is known."""
+        return self._profile.durable
+
+    def explain(self) -> str:
+        """The present frequency, and why, in one sentence."""
+        return f"{self._policy}, as asked for." if self._tempo is None else self._tempo.explain()
+
+
+def _conditions(flat: Flat, paths: RunPaths) -> dict[str, str]:
+    """What the cost of a checkpoint depends on."""
+    shapes = hashlib.blake2b(digest_size=8)
+    for leaf in flat.leaves:
+        shapes.update(
+            f"{leaf.name} {tuple(leaf.tensor.shape)} {leaf.tensor.dtype} {leaf.tensor.device.type}\n".encode()
+        )
+    return {
+        "device": device_name(),
+        "state": shapes.hexdigest(),
+        "storage": f"{os.uname().nodename}:{os.statvfs(paths.root).f_fsid:x}",
+        "world size": str(Owner().world_size),
+    }

@@ -1,0 +1,195 @@
+"""Told to leave: signals and notices. Real processes, real signals; the step that runs is finished and saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepwell.journal import read_events
+from stepwell.store.history import CLOSED, TOLD, read_history
+
+ROOT = Path(__file__).parents[2]
+
+
+class Leaver:
+    """The script, driven line by line."""
+
+    def __init__(self, where: Path, environment: dict[str, str] | None = None, **wishes: Any) -> None:
+        self.where = where
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.loop.leaver", str(where), json.dumps(wishes)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "STEPWELL_LINGER": "0", **(environment or {})},
+        )
+
+    def until(self, start: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.strip())
+            if line.startswith(start):
+                return line.strip()
+        raise AssertionError(f"{start!r} never came:\n" + "\n".join(self.lines))
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def end(self) -> int:
+        assert self.process.stdout is not None
+        with self.process:
+            self.lines += [line.strip() for line in self.process.stdout]
+            return self.process.wait(60)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.where / "events.jsonl") if event["kind"] == kind]
+
+    def batches(self) -> dict[int, str]:
+        found = [line.split(" ", 2) for line in self.lines if line.startswith("batch")]
+        return {int(step): ids for _, step, ids in found}
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "run"
+
+
+def test_sigterm_in_the_middle_of_an_iteration_loses_nothing(where: Path) -> None:
+    """Grace of 5 s: the exit status says "start me again", and the next process goes on with the next batch."""
+    leaver = Leaver(where, at=5, grace=5)
+    leaver.until("middle")
+    leaver.process.send_signal(signal.SIGTERM)
+    leaver.go_on()
+    assert leaver.end() == 75
+    (told,) = leaver.events("told")
+    (left,) = leaver.events("left")
+    assert (told["by"], left["step"], left["durable"]) == ("SIGTERM", 5, True)
+    assert max(leaver.batches()) == 5, "the iteration that ran was the last one"
+    assert read_history(where / "history.json").ended == TOLD
+    again = Leaver(where, at=0)
+    assert again.until("restored") == "restored True 5"
+    assert again.end() == 0
+    assert min(again.batches()) == 6
+    history = read_history(where / "history.json")
+    assert (history.failures, history.ended) == (0, CLOSED), "announced: no failure"
+    whole = Leaver(where.parent / "whole", at=0)
+    assert whole.end() == 0
+    assert whole.batches() == {**leaver.batches(), **again.batches()}
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 75), (signal.SIGINT, -signal.SIGINT)])
+def test_other_signals(where: Path, number: signal.Signals, status: int) -> None:
+    leaver = Leaver(where, at=5)
+    leaver.until("middle")
+    leaver.process.send_signal(number)
+    leaver.go_on()
+    assert leaver.end() == status
+    assert leaver.events("left")[0]["durable"] and leaver.events("commit")[-1]["step"] == 5
+
+
+def test_ctrl_c_with_workers_ends_the_iteration_first_and_leaves_nobody(where: Path) -> None:
+    """A terminal sends it to the whole group; forked workers must not die of it before their batch is delivered."""
+    leaver = Leaver(where, at=5, workers=2)
+    leaver.until("middle")
+    os.killpg(leaver.process.pid, signal.SIGINT)
+    leaver.go_on()
+    assert leaver.end() == -signal.SIGINT
+    assert leaver.events("left")[0]["durable"] and leaver.events("commit")[-1]["step"] == 5
+    with pytest.raises(ProcessLookupError):
+        os.killpg(leaver.process.pid, 0)
+
+
+def test_the_second_ctrl_c_leaves_at_once(where: Path) -> None:
+    leaver = Leaver(where, at=5)
+    leaver.until("middle")
+    leaver.process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + 30
+    while leaver.process.poll() is None and time.monotonic() < deadline:
+        leaver.process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    assert leaver.end() == -signal.SIGINT
+    assert max(event["step"] for event in leaver.events("commit")) == 3, "what was saved before stays"
+
+
+@pytest.mark.parametrize("way", ["option", "environment"])
+def test_a_notice_file(where: Path, way: str) -> None:
+    notice = where.parent / "notice"
+    leaver = (
+        Leaver(where, at=5, notice=str(notice)) if way == "option" else Leaver(where, {"STEPWELL_NOTICE": str(notice)})
+    )
+    leaver.until("middle")
+    notice.touch()
+    time.sleep(1.2)  # it is looked for once a second
+    leaver.go_on()
+    assert leaver.end() == 75
+    assert leaver.events("told")[0]["by"] == "notice" and leaver.events("left")[0]["durable"]
+
+
+@pytest.mark.parametrize(("handler", "status"), [("notes", 75), ("exits", 9)])
+def test_a_handler_that_was_there_before_is_called(where: Path, handler: str, status: int) -> None:
+    """One that wants to exit does so, after the checkpoint."""
+    leaver = Leaver(where, at=5, handler=handler)
+    leaver.until("middle")
+    leaver.process.send_signal(signal.SIGTERM)
+    leaver.go_on()
+    assert leaver.end() == status
+    assert (where.parent / "handled").read_text() == "SIGTERM"
+    assert leaver.events("left")[0]["durable"]
+
+
+def test_a_handler_below_python_is_left_alone(where: Path) -> None:
+    leaver = Leaver(where, at=5, handler="faulthandler")
+    leaver.until("middle")
+    leaver.process.send_signal(signal.SIGUSR1)
+    leaver.go_on()
+    assert leaver.end() == 0, "it wrote its traceback, and training went on"
+    assert not leaver.events("told")
+
+
+def test_an_iteration_that_does_not_end_is_left_when_the_time_is_over(where: Path) -> None:
+    """The main thread is busy in C and sees no signal. What was complete before is there."""
+    leaver = Leaver(where, at=5, how="stuck", grace=1.5)
+    leaver.until("middle")
+    leaver.process.send_signal(signal.SIGTERM)
+    assert leaver.end() == 75
+    (left,) = leaver.events("left")
+    assert not left["durable"] and "grace time is over" in left["reason"]
+    assert max(event["step"] for event in leaver.events("commit")) == 3
+    assert read_history(where / "history.json").ended == TOLD
+
+
+@pytest.mark.parametrize("has_notice", [False, True])
+def test_a_launcher_ends_everybody_when_one_dies(where: Path, has_notice: bool) -> None:
+    """Then there is nothing to save; with a notice it is a preemption."""
+    notice = where.parent / "notice"
+    if has_notice:
+        notice.touch()
+    leaver = Leaver(where, {"TORCHELASTIC_RUN_ID": "1"}, at=1 if has_notice else 5, notice=str(notice))
+    leaver.until("middle")
+    leaver.process.send_signal(signal.SIGTERM)
+    leaver.go_on()
+    assert leaver.end() == (75 if has_notice else 143)
+    assert leaver.events("left")[0]["durable"] is has_notice
+    assert max(event["step"] for event in leaver.events("commit")) == (1 if has_notice else 3)
+
+
+def test_without_grace_signals_are_left_alone(where: Path) -> None:
+    leaver = Leaver(where, at=5, grace=None)
+    leaver.until("middle")
+    leaver.process.send_signal(signal.SIGTERM)
+    assert leaver.end() == -signal.SIGTERM
+    assert not leaver.events("told")

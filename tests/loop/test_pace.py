@@ -1,0 +1,117 @@
+"""When, in real runs: the automatic frequency decides, tells why, and remembers across processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stepwell
+from stepwell.errors import ConfigError
+from stepwell.store.history import CLOSED, RUNNING, read_history
+from tests.loop.small import Small
+
+
+class Longer(Small):
+    """With more batches, so that there is something to measure."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.numbers.count = 400
+
+
+def automatic(where: Path, **options: Any) -> Longer:
+    return Longer(where, {"policy": None, **options})
+
+
+def test_it_decides_and_says_why(tmp_path: Path) -> None:
+    small = automatic(tmp_path / "run")
+    small.ckpt.restore()
+    assert "when the first one is measured" in small.ckpt.status().policy
+    small.train(stop_after=120)
+    text = small.ckpt.status().policy
+    small.ckpt.close()
+    decisions = small.events("decision")
+    assert decisions and len(small.events("commit")) >= 3
+    for decision in decisions:
+        floors = max(decision["checkpoint_seconds"] / decision["overhead_bound"], decision["durable_seconds"])
+        assert decision["seconds"] == pytest.approx(floors), "no failure rate is known"
+        assert decision["term"] in ("overhead", "storage") and decision["predicted_overhead"] <= 0.035 * 1.0001
+    assert text == decisions[-1]["sentence"] or text.startswith("A checkpoint every")
+
+
+def test_a_shorter_way_to_say_it(tmp_path: Path) -> None:
+    small = Longer(tmp_path / "run", {"policy": None, "overhead": 0.2})
+    small.train(stop_after=60)
+    small.ckpt.close()
+    assert {decision["overhead_bound"] for decision in small.events("decision")} == {0.2}
+    with pytest.raises(ConfigError, match=r"policy=Auto\(overhead=...\) says both"):
+        Longer(tmp_path / "other", {"overhead": 0.2})
+
+
+def test_a_recovery_point_that_cannot_be_met_is_told(tmp_path: Path) -> None:
+    small = automatic(tmp_path / "run", policy=stepwell.Auto(recovery_point=1e-6))
+    small.train(stop_after=80)
+    small.ckpt.close()
+    assert "cannot be promised" in small.events("infeasible")[0]["problem"]
+    assert "cannot be promised" in small.events("decision")[-1]["sentence"]
+
+
+def test_what_was_measured_is_remembered(tmp_path: Path) -> None:
+    first = automatic(tmp_path / "run")
+    first.train(stop_after=60)
+    first.ckpt.close()
+    history = read_history(tmp_path / "run" / "history.json")
+    assert history.ended == CLOSED and history.checkpoint is not None and history.durable
+    again = automatic(tmp_path / "run")
+    again.ckpt.restore()
+    again.train(stop_after=2)
+    known = again.events("decision")
+    assert known[-1]["step"] <= again.ckpt.status().step and again.ckpt.status().policy.startswith("A checkpoint every")
+    again.ckpt.close()
+    assert not again.events("measure-again")
+
+
+def test_and_measured_again_when_the_state_is_another_one(tmp_path: Path) -> None:
+    first = automatic(tmp_path / "run")
+    first.train(stop_after=60)
+    first.ckpt.close()
+    again = automatic(tmp_path / "run")
+    again.model[0] = torch.nn.Linear(8, 16).double()
+    again.ckpt.restore(strict=False)
+    assert again.events("measure-again")[0]["changed"] == ["state"]
+    assert "when the first one is measured" in again.ckpt.status().policy
+    again.ckpt.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "failures"),
+    [("os.kill(os.getpid(), 9)", 1), ("raise ValueError", 1), ("small.ckpt.close()", 0), ("sys.exit(3)", 0)],
+)
+def test_what_counts_as_a_failure(tmp_path: Path, end: str, failures: int) -> None:
+    script = (
+        "import os, sys, pathlib; from tests.loop.test_pace import automatic\n"
+        f"small = automatic(pathlib.Path({str(tmp_path / 'run')!r})); small.train(stop_after=30)\n"
+        "small.ckpt.save().wait()\n" + end
+    )
+    environment = {**os.environ, "STEPWELL_LINGER": "0"}
+    process = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], env=environment, capture_output=True
+    )
+    assert (process.returncode == 0) == ("close" in end), process.stderr.decode()
+    assert (read_history(tmp_path / "run" / "history.json").ended == RUNNING) == ("kill" in end)
+    assert ("kill" in end) == (process.returncode == -signal.SIGKILL)
+    small = automatic(tmp_path / "run")
+    assert small.ckpt.restore()
+    small.train(stop_after=3)
+    small.ckpt.close()
+    history = read_history(tmp_path / "run" / "history.json")
+    assert history.failures == failures and history.uptime > 0
+    assert history.restart is not None and history.restart > 0
+    assert (history.mtbf(None) is None) == (failures == 0)

@@ -53,6 +53,7 @@ def main() -> None:
         memory=None if in_memory is None else Every(steps=int(in_memory)),
         data=loader,
         seed=7,
+        grace=None,
         host_memory=None if memory is None else int(memory),
         model=model,
         optimizer=optimizer,

@@ -57,11 +57,15 @@ class Tempo:
         self._wishes = wishes
         self._profile = profile
         self._falls = 0
+        self._seen = 0
         self.chosen: Interval | None = None
         self.costs: Costs | None = None
 
     def decide(self, *, mtbf: float | None, restart: float) -> Interval | None:
-        """Look at what was measured. Returns the interval if it is another one than before."""
+        """Look at what was measured since. Returns the interval if it is another one than before."""
+        if self._profile.news == self._seen:
+            return None
+        self._seen = self._profile.news
         checkpoint, durable = self._profile.checkpoint, self._profile.durable
         if checkpoint is None or durable is None:
             return None

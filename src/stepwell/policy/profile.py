@@ -60,9 +60,12 @@ class Profile:
         self._durables: deque[float] = deque(maxlen=_LAST)
         self.since_clean = 0
         """Checkpoints since the last clean iteration."""
+        self.news = 0
+        """How often costs changed."""
 
     def remember(self, *, checkpoint: float, durable: float) -> None:
         """Start from what an earlier process of the run measured."""
+        self.news += 1
         self._costs.append(Cost(checkpoint, 0.0))
         self._durables.append(durable)
 
@@ -89,6 +92,7 @@ class Profile:
         self.since_clean += 1
         if not is_odd:
             self._durables.append(seconds)
+            self.news += 1
         if self._stretch is not None:
             self._stretch.checkpoints += 1
             self._stretch.is_odd |= is_odd
@@ -113,6 +117,7 @@ class Profile:
     def _add(self, cost: Cost) -> None:
         """Two in a row that differ from those before beyond their noise mean another time: what was before is gone."""
         self._costs.append(cost)
+        self.news += 1
         before, last = list(self._costs)[:-2], list(self._costs)[-2:]
         if not before:
             return

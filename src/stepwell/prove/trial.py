@@ -235,7 +235,7 @@ class _Watch:
                 kill,
                 resumed=resume.step,
                 source=resume.source,
-                was_committed=resume.directory in committed,
+                was_committed=resume.source == "disk" or resume.directory in committed,
             )
             if (resume := resumes.get(kill.number)) is not None
             else kill

@@ -15,6 +15,7 @@ import select
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -76,7 +77,7 @@ class Leave:
         self._on_deadline = on_deadline
         self._previous: dict[int, Any] = {}
         self._ends = (-1, -1)
-        self._wakeup_before = -1
+        self._is_woken = False
         self._thread: threading.Thread | None = None
         self._is_over = False
         self._pid = 0
@@ -102,17 +103,18 @@ class Leave:
             self._previous[number] = before
             signal.signal(number, self._on_signal)
         # Handlers of Python wait for the main thread, which may be stuck in a collective; the thread does not.
-        self._wakeup_before = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
-        if self._wakeup_before >= 0:
-            signal.set_wakeup_fd(self._wakeup_before)  # an event loop's: left alone
+        before = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
+        self._is_woken = before < 0
+        if not self._is_woken:
+            signal.set_wakeup_fd(before)  # an event loop's: left alone
+        _listening.add(self)
 
     def stop(self) -> None:
         """Give the signals back."""
         for number, before in self._previous.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before)
-        if self._previous and self._wakeup_before < 0:
-            signal.set_wakeup_fd(-1)
+        self.deafen()
         self._previous = {}
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -121,6 +123,13 @@ class Leave:
             thread.join()
             for fd in self._ends:
                 os.close(fd)
+
+    def deafen(self) -> None:
+        """Signals of this process do not wake the thread any more."""
+        _listening.discard(self)
+        if self._is_woken:
+            self._is_woken = False
+            signal.set_wakeup_fd(-1)
 
     def finish(self, order: Order, save: Callable[[], object] | None, wait: Callable[[float], None]) -> None:
         """An iteration is over: make its checkpoint, unless it is made, and wait for the disk while there is time."""
@@ -206,6 +215,18 @@ class Leave:
                 time.sleep(_LAST_WORDS)
                 os._exit(order.status)
             time.sleep(min(order.seconds_left, 0.05))
+
+
+_listening: weakref.WeakSet[Leave] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In the child, which shares the thread's descriptor: without this, ending the child would end its parent."""
+    for leave in list(_listening):
+        leave.deafen()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _caught_in_c() -> set[int]:

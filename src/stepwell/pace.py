@@ -139,15 +139,13 @@ class Pace:
             self._ended.clear()
             note = _Iteration(self._stall, bool(self._lives or ended), ended)
         self._stall = 0.0
-        news = False
         for seconds, iteration in self._ticks.tick(note):
             self._profile.note_iteration(seconds, stall=iteration.stall, is_busy=iteration.is_busy)
             for taken, is_asked in iteration.ended:
                 self._profile.note_checkpoint(taken, is_odd=is_asked)
-            news = True
         if ended:
             self._write()
-        if news and self._tempo is not None:
+        if self._tempo is not None and self._tempo.has_news:
             self._decide(self._tempo, step)
 
     def _decide(self, tempo: Tempo, step: int) -> None:

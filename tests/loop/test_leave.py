@@ -187,6 +187,14 @@ def test_a_launcher_ends_everybody_when_one_dies(where: Path, has_notice: bool) 
     assert max(event["step"] for event in leaver.events("commit")) == (1 if has_notice else 3)
 
 
+def test_a_forked_child_that_is_told_to_leave_does_not_take_its_parent_along(where: Path) -> None:
+    leaver = Leaver(where, at=5, how="child")
+    assert leaver.until("child") == "child -15"
+    leaver.go_on()
+    assert leaver.end() == 0
+    assert not leaver.events("told")
+
+
 def test_without_grace_signals_are_left_alone(where: Path) -> None:
     leaver = Leaver(where, at=5, grace=None)
     leaver.until("middle")

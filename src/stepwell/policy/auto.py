@@ -61,9 +61,14 @@ class Tempo:
         self.chosen: Interval | None = None
         self.costs: Costs | None = None
 
+    @property
+    def has_news(self) -> bool:
+        """Whether something was measured since the last decision."""
+        return self._profile.news != self._seen
+
     def decide(self, *, mtbf: float | None, restart: float) -> Interval | None:
         """Look at what was measured since. Returns the interval if it is another one than before."""
-        if self._profile.news == self._seen:
+        if not self.has_news:
             return None
         self._seen = self._profile.news
         checkpoint, durable = self._profile.checkpoint, self._profile.durable

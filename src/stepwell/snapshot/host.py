@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
@@ -27,6 +28,8 @@ from stepwell.snapshot.program import Source
 _PIECE_BYTES = 4 << 20
 _CHECKED_BYTES = 1 << 20
 """A piece that is also looked at stays in the cache between the two."""
+_MANY, _SMALL_BYTES = 512, 64 << 10
+"""With more leaves than this, small ones are copied in groups: each by itself costs more than its bytes."""
 _MAX_THREADS = 4
 _NICE = 10
 
@@ -49,6 +52,66 @@ class HostCopy:
             return
         source = self.tensor if self.tensor.is_contiguous() else self.tensor.contiguous()
         ctypes.memmove(self.address, source.data_ptr(), self.nbytes)
+
+    def run_and_look(self, suspects: dict[str, None]) -> None:
+        """Copy, and add its name if it holds an infinity or a NaN."""
+        if self.is_checked and self.name not in suspects and has_non_finite(self.tensor):
+            suspects[self.name] = None
+        self.run()
+
+
+@dataclass(frozen=True)
+class HostGroup:
+    """Small leaves of one type that lie side by side in the image at `address`."""
+
+    sources: list[Source]
+    address: int
+    start: int | None
+    is_first: ClassVar[bool] = True
+
+    def run_and_look(self, suspects: dict[str, None]) -> None:
+        """Copy, and add the names of those that hold an infinity or a NaN: one look at all of them is enough mostly."""
+        first, last = self.sources[0], self.sources[-1]
+        nbytes = last.start + last.nbytes - first.start
+        memory = (ctypes.c_char * nbytes).from_address(self.address + first.start)
+        image = torch.frombuffer(memory, dtype=first.tensor.dtype)
+        with torch.no_grad():
+            flat = [source.tensor.view(-1) for source in self.sources]
+            copies = image.split([tensor.numel() for tensor in flat])
+            torch._foreach_copy_(copies, flat)  # one call, without the interpreter's lock
+            if first.is_checked and has_non_finite(image):
+                pairs = zip(self.sources, copies, strict=True)
+                suspects.update({source.name: None for source, copy in pairs if has_non_finite(copy)})
+
+
+def line_up(sources: Sequence[Source], address: int, *, is_live: bool = True) -> list[HostCopy | HostGroup]:
+    """The work that several threads share: large leaves in pieces, many small ones in groups."""
+    if len(sources) < _MANY:
+        return [copy for source in sources for copy in pieces(source, address, is_live=is_live)]
+    found: list[HostCopy | HostGroup] = []
+    group: list[Source] = []
+    for source in [*sorted(sources, key=lambda source: source.start), None]:
+        if group and (source is None or not _continues(group, source)):
+            found.append(HostGroup(group, address, group[0].start if is_live else None))
+            group = []
+        if source is None:
+            break
+        tensor = source.tensor
+        if source.nbytes <= _SMALL_BYTES and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            group.append(source)
+        else:
+            found += pieces(source, address, is_live=is_live)
+    return found
+
+
+def _continues(group: list[Source], source: Source) -> bool:
+    last = group[-1]
+    return (
+        last.start + last.nbytes == source.start
+        and last.tensor.dtype == source.tensor.dtype
+        and last.is_checked == source.is_checked
+        and source.start + source.nbytes - group[0].start <= _CHECKED_BYTES
+    )
 
 
 def pieces(source: Source, address: int, *, is_live: bool = True) -> Iterator[HostCopy]:
@@ -77,7 +140,7 @@ def has_non_finite(tensor: torch.Tensor) -> bool:
 class HostWork:
     """The copies of one snapshot, shared by all threads that call `help`."""
 
-    def __init__(self, copies: Sequence[HostCopy], on_copied: Callable[[int], None]) -> None:
+    def __init__(self, copies: Sequence[HostCopy | HostGroup], on_copied: Callable[[int], None]) -> None:
         self._left = iter(enumerate(copies))
         self._middle = len(copies) // 2
         self._count = len(copies)
@@ -118,10 +181,8 @@ class HostWork:
         self.help()
         self.copied.wait()
 
-    def _copy(self, copy: HostCopy) -> None:
-        if copy.is_checked and copy.name not in self.suspects and has_non_finite(copy.tensor):
-            self.suspects[copy.name] = None
-        copy.run()
+    def _copy(self, copy: HostCopy | HostGroup) -> None:
+        copy.run_and_look(self.suspects)
         if copy.start is not None:
             self._on_copied(copy.start)
 

@@ -22,7 +22,7 @@ from stepwell.faults import crash_point
 from stepwell.snapshot.arrange import Arrangement, Arranger
 from stepwell.snapshot.device import CudaPages, DeviceCopier, Strategy, spare_bytes
 from stepwell.snapshot.guard import Guard, content_digest
-from stepwell.snapshot.host import Copier, HostCopy, HostWork, has_non_finite, pieces
+from stepwell.snapshot.host import Copier, HostCopy, HostGroup, HostWork, has_non_finite, line_up
 from stepwell.snapshot.inflight import Fill, Inflight
 from stepwell.snapshot.pool import Slot, SlotPool
 from stepwell.snapshot.stream import Answers, stream_image
@@ -243,11 +243,10 @@ class Snapshotter:
             if is_live:
                 starts += program.starts(strategy)
         live = arena.address() + arena.shape.start(inflight.slot)
-        copies = [copy for source in fixed.host + rest.host for copy in pieces(source, live)]
+        copies = line_up(fixed.host + rest.host, live)
         if inflight.copies_frozen:
             frozen = arena.address() + arena.shape.start(FROZEN)
-            sources = fixed.frozen_host + rest.frozen_host
-            copies += [copy for source in sources for copy in pieces(source, frozen, is_live=False)]
+            copies += line_up(fixed.frozen_host + rest.frozen_host, frozen, is_live=False)
         starts += [copy.start for copy in copies if copy.start is not None]
         inflight.fill = Fill(
             inflight.plan.live.nbytes,
@@ -391,6 +390,6 @@ class Snapshotter:
         self.pool.close()
 
 
-def _position(copy: HostCopy) -> int:
+def _position(copy: HostCopy | HostGroup) -> int:
     """In the order of the image, so that writing can follow; the frozen image last."""
     return copy.start if copy.start is not None else 1 << 62

@@ -20,7 +20,7 @@ from typing import Any
 from stepwell import events, journal
 from stepwell.agent.client import AgentClient
 from stepwell.arena.channel import Message
-from stepwell.data.loader import Batches
+from stepwell.data.batches import Batches
 from stepwell.data.steps import StepCounter
 from stepwell.errors import AgentError, ConfigError, PersistError, StateError
 from stepwell.options import Files, check_files, check_options, named_objects, run_directory, seconds_from
@@ -49,6 +49,7 @@ class Checkpointer:
         keep: int | Keep = 2,
         data: Any = None,
         seed: int | None = None,
+        on_unseekable: str = "error",
         host_memory: int | None = None,
         snapshot: str = "auto",
         verify_snapshots: bool = False,
@@ -60,12 +61,12 @@ class Checkpointer:
         policy, keep:  when to write a checkpoint (every 60 s), and how many stay
         memory:        when to copy the state into memory only, in between: `Every(steps=1)` is cheap on a GPU. If this
                        process crashes, the newest copy is restored from there, and written to disk
-        data, seed:    the loader behind `ckpt.data`, and the seed of its order
+        data, seed:    the loader behind `ckpt.data`, and the seed of its order; on_unseekable="replay" reads again
         host_memory:   bytes for copies in memory; too few for one of them means blocking saves
         snapshot:      auto, device, overlap or blocking; verify_snapshots hashes every leaf before and after
         """
         options = {"keep": keep, "data": data, "seed": seed, "host_memory": host_memory, "snapshot": snapshot}
-        check_options(policy=policy, memory=memory, track=track, **options)
+        check_options(policy=policy, memory=memory, track=track, on_unseekable=on_unseekable, **options)
         self._paths = RunPaths(run_directory(where))
         self._due = Cadences(policy or Every(seconds=60), memory or Never())
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
@@ -85,10 +86,10 @@ class Checkpointer:
             on_settled=self._on_settled,
         )
         self._progress = ProgressFile(self._paths.progress, self._log.later)
-        self._steps = StepCounter()
-        self._uploads = Uploads()
+        self._steps, self._uploads = StepCounter(), Uploads()
         self._close_seconds = seconds_from("STEPWELL_CLOSE_SECONDS", 120)
-        self.data = Batches(data, self._ensure_open, self._on_request, self._steps.on_delivered)
+        loop = self._ensure_open, self._on_request, self._steps.on_delivered
+        self.data = Batches(data, *loop, on_unseekable, self._log.emit)
         self._own = OwnState(self._steps, self.data)
         self._pid = os.getpid()
         self._reopened: Reopened | None = None
@@ -157,7 +158,7 @@ class Checkpointer:
         with contextlib.suppress(OSError):  # reports are poorer without it, nothing else
             self._progress.open(lineage=reopened.lineage.number, agent_pid=self._client.pid)
         self._progress.update(self._steps.step)
-        self._log.emit(reopened.start(step=self._steps.step, agent_pid=self._client.pid))
+        self._log.emit(reopened.start(step=self._steps.step, agent_pid=self._client.pid, data=self.data.exactness))
         self._prepare(reopened)
 
     def _prepare(self, reopened: Reopened) -> None:
@@ -217,7 +218,7 @@ class Checkpointer:
         elif self._due.memory.is_due(step, is_epoch_end=is_end):
             self._save(block=False, durable=False)
         elif self._snapshotter.is_unprepared:
-            self._snapshotter.prepare(self._capture.flatten(self._own.capture()))
+            self._snapshotter.prepare(self._capture.flatten(self._own.capture(is_draft=True)))
 
     def _count_step(self) -> bool:
         self._log.flush(until=self._steps.step)  # a step late: a tensor of this one would make the host wait

@@ -34,13 +34,14 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Event):
-    """A trainer opened the run."""
+    """A trainer opened the run. `data`: what a resume promises of the batches, `exact`, `order` or `replay`."""
 
     run: str
     step: int
     pid: int
     agent_pid: int
     host: str
+    data: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +275,20 @@ class LookAhead(Event):
     level: ClassVar[int] = logging.INFO
     step: int
     meaning: str = "gradient accumulation, or a consumer that reads ahead; in the latter case call ckpt.step() yourself"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(Event):
+    """A source without positions was read again from the start of the epoch, and thrown away."""
+
+    level: ClassVar[int] = logging.WARNING
+    epoch: int
+    batches: int
+    seconds: float
+
+    def text(self) -> str:
+        rate = f"{self.batches / self.seconds:.0f} per second" if self.seconds > 0 else "at once"
+        return f"read {self.batches} batches of epoch {self.epoch} again in {self.seconds:.1f} s ({rate})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,11 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from stepwell.data.batches import Batches
+from stepwell.data.choose import make_source
 from stepwell.data.cursor import Cursor
-from stepwell.data.loader import Batches, LoaderSource, SequenceSource, Source, make_source
 from stepwell.data.sampler import Plain, Skipping, epoch_seed, make_sampler
+from stepwell.data.source import LoaderSource, SequenceSource, Source
 from stepwell.errors import DataError
 
 N = 23
@@ -136,7 +138,7 @@ def test_the_order_is_a_function_of_seed_and_epoch(name: str) -> None:
     assert order(5, 2) == first
     if name not in ("in order", "list sampler"):
         assert order(5, 3) != first
-    if name not in ("in order", "list sampler", "distributed", "set_epoch"):
+    if name not in ("in order", "list sampler", "set_epoch"):
         assert order(6, 2) != first
     assert make_source(loaders()[name], 5).left(Cursor()) == len(first)
 
@@ -296,7 +298,7 @@ def test_without_data_it_says_what_to_do() -> None:
 def test_plain_samplers_are_computed_and_others_are_skipped_through(name: str) -> None:
     loader = loaders()[name]
     sampler = make_sampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler, 5)
-    others = {"with replacement", "weighted", "subset", "distributed", "set_epoch", "own batch sampler", "list sampler"}
+    others = {"with replacement", "weighted", "subset", "set_epoch", "own batch sampler", "list sampler"}
     assert type(sampler) is (Skipping if name in others else Plain)
 
 

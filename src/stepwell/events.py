@@ -287,8 +287,9 @@ class Replay(Event):
     seconds: float
 
     def text(self) -> str:
-        rate = f"{self.batches / self.seconds:.0f} per second" if self.seconds > 0 else "at once"
-        return f"read {self.batches} batches of epoch {self.epoch} again in {self.seconds:.1f} s ({rate})"
+        rate = f"{self.batches / max(self.seconds, 1e-9):.0f} per second"
+        what = f"{self.batches} batch{'' if self.batches == 1 else 'es'} of epoch {self.epoch}"
+        return f"read {what} again in {self.seconds:.1f} s ({rate})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,7 +143,7 @@ class Batches:
         """Give a source that has a state the one it had. Raises DataError."""
         data = saved.get("data", {})
         if isinstance(self._source, StatefulSource) and data.get("order") == self._source.order and "state" in data:
-            self._source.load(data["state"])
+            self._source.load(data["state"], ended=saved["epoch"] if data.get("ended") else None)
 
     def _is_end(self, at: Cursor) -> bool:
         return self._source is not None and self._source.is_over(at)

@@ -29,9 +29,7 @@ def make_source(
         return data.source(seed)
     is_torch = isinstance(data, DataLoader)
     if has_state(data) and hasattr(data, "__iter__"):
-        # What worker processes draw is beyond the source's state (torchdata keeps the seeds they began with, no more).
-        is_exact = is_torch and not data.num_workers
-        return StatefulSource(data, data, exactness="exact" if is_exact else "order")
+        return StatefulSource(data, data)
     if is_torch and type(data).__iter__ is DataLoader.__iter__:
         if not isinstance(data.dataset, IterableDataset):
             return LoaderSource(data, seed)

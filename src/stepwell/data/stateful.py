@@ -8,11 +8,11 @@ Holds:   it is asked when a checkpoint is taken, not for every batch: that may b
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from stepwell.data.cursor import Cursor
 from stepwell.data.sampler import CountsBatches, epoch_seed
@@ -28,10 +28,11 @@ def has_state(data: Any) -> bool:
 class StatefulSource(CountsBatches):
     """Iterated as it is; `owner` holds the state. `order` names its class, since only that one understands it."""
 
-    def __init__(self, batches: Any, owner: Any, *, exactness: str) -> None:
+    exactness = "order"
+
+    def __init__(self, batches: Any, owner: Any) -> None:
         self._batches, self._owner = batches, owner
         self.order = type(owner).__qualname__
-        self.exactness = exactness
 
     def open(self, at: Cursor) -> Iterator[Any]:
         """The source is there already: `at` only counts."""
@@ -47,8 +48,11 @@ class StatefulSource(CountsBatches):
         """What the source says of itself now."""
         return self._owner.state_dict()
 
-    def load(self, state: Any) -> None:
-        """Give the source a state. Raises DataError if it refuses it, or tells another one afterwards."""
+    def load(self, state: Any, *, ended: int | None) -> None:
+        """Give the source a state, of the end of epoch `ended` if that is not None.
+
+        Raises DataError if it refuses the state, or tells another one afterwards.
+        """
         name = type(self._owner).__qualname__
         try:
             self._owner.load_state_dict(state)
@@ -63,22 +67,58 @@ class StatefulSource(CountsBatches):
         if not alike(state, echo):
             raise DataError(
                 f"{name} was given a state and tells another one: it would go on somewhere else in the data. Its "
-                "load_state_dict has to take up all that state_dict tells, before the first batch",
+                "load_state_dict has to take up all that state_dict tells, before the first batch; "
+                "restore(before=...) takes an older checkpoint",
                 found=name,
             )
 
 
 class IterableSource(StatefulSource):
-    """A torch DataLoader, without workers, over an IterableDataset that has a state."""
+    """A torch DataLoader, without workers, over an IterableDataset that has a state.
+
+    A data set that ends inside a short batch is in its next epoch when that batch is delivered: its state does not say
+    that nothing is left of this one, so we do.
+    """
+
+    exactness = "exact"
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
         self._generator, self._seed = torch.Generator(), seed
-        batches = rebuilt(loader, self._generator, batch_size=loader.batch_size, drop_last=loader.drop_last)
-        super().__init__(batches, loader.dataset, exactness="exact")
+        self._epoch, self._ended = 0, -1
+        options = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        batches = rebuilt(loader, self._generator, dataset=_Watched(loader.dataset, self._note_end), **options)
+        super().__init__(batches, loader.dataset)
+
+    def _note_end(self) -> None:
+        self._ended = self._epoch
 
     def open(self, at: Cursor) -> Iterator[Any]:
+        self._epoch = at.epoch
+        if self._ended == at.epoch:
+            return iter(())
         self._generator.manual_seed(epoch_seed(self._seed, at.epoch))
-        return super().open(at)
+        return iter(self._batches)
+
+    def is_over(self, at: Cursor) -> bool:
+        return self._ended == at.epoch or super().is_over(at)
+
+    def load(self, state: Any, *, ended: int | None) -> None:
+        super().load(state, ended=ended)
+        self._ended = -1 if ended is None else ended
+
+
+class _Watched(IterableDataset[Any]):
+    """A data set that tells when it has come to its end."""
+
+    def __init__(self, data: Any, on_end: Callable[[], None]) -> None:
+        self._data, self._on_end = data, on_end
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._data
+        self._on_end()
+
+    def __len__(self) -> int:
+        return len(self._data)
 
 
 def alike(left: Any, right: Any) -> bool:

@@ -20,7 +20,8 @@ from stepwell.data.cursor import Cursor
 from stepwell.data.cut import Cut
 from stepwell.data.permutation import ORDER, Permutation
 
-_AT_ONCE: Final = 4096
+_AT_ONCE: Final = 32768
+"""Samples; the first batch is computed alone, so that a resume does not wait for the others."""
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -64,6 +65,7 @@ class Plain(Sampler[Any]):
     ) -> None:
         self._samples, self._cut, self._seed = samples, cut, seed
         self._batched, self._keyed = batched, keyed
+        self._known: tuple[int, int, Permutation] | None = None
         self._at = Cursor()
 
     def seek(self, at: Cursor) -> None:
@@ -105,13 +107,14 @@ class Plain(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         (epoch, _, at), cut, length = self._at, self._cut, len(self._samples)
         inside, order = max(0, length - at) // cut.whole, self._order(epoch)
-        at_once = max(1, _AT_ONCE // cut.size)
-        for first in range(0, inside, at_once):
-            count = min(at_once, inside - first)
+        first, count = 0, 1
+        while first < inside:
+            count = min(count, inside - first)
             starts = torch.arange(first, first + count) * cut.whole + (at + cut.rank * cut.size)
             numbers = order((starts[:, None] + torch.arange(cut.size)).reshape(-1)).tolist()
             for begin in range(0, count * cut.size, cut.size):
                 yield self._made(numbers[begin : begin + cut.size], epoch)
+            first, count = first + count, max(1, min(16 * count, _AT_ONCE // cut.size))
         if cut.left(self._at, length) > inside:
             yield self._last(cut.positions(at + inside * cut.whole, length), length)
 
@@ -132,7 +135,10 @@ class Plain(Sampler[Any]):
         """Samples at positions of an epoch."""
         if self._seed is None:
             return lambda positions: positions
-        return Permutation(len(self._samples), seed=self._seed, epoch=epoch).at
+        if self._known is None or self._known[:2] != (epoch, len(self._samples)):
+            made = Permutation(len(self._samples), seed=self._seed, epoch=epoch)
+            self._known = epoch, len(self._samples), made
+        return self._known[2].at
 
     def _made(self, numbers: list[int], epochs: int | list[int]) -> Any:
         if self._batched:

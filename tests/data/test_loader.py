@@ -366,6 +366,19 @@ def test_another_order_is_noticed(before: str, now: str) -> None:
     assert bool(second.drift(first.saved(first.at))) == (ours.get(before) != ours.get(now))
 
 
+@pytest.mark.parametrize("before", loaders())
+@pytest.mark.parametrize("now", ["in order", "shuffled", "subset", "own batch sampler"])
+def test_the_end_of_an_epoch_is_the_end_whatever_the_order_is_now(before: str, now: str) -> None:
+    first, second = opened(loaders()[before]), opened(loaders()[now])
+    for _ in first:
+        pass
+    saved = first.saved(first.at)
+    assert saved["data"]["ended"] and second.drift(saved) == ""
+    second.seek(second.read(saved))
+    assert second.start(1) == Cursor(1) or now not in ("in order", "shuffled")
+    assert list(second) == [] or now not in ("in order", "shuffled"), "where positions are samples"
+
+
 def test_the_end_of_an_epoch_is_the_end_whatever_its_length_is_now() -> None:
     data = opened(DataLoader(Counted(), batch_size=4, shuffle=True))
     list(data)

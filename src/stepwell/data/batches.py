@@ -136,7 +136,8 @@ class Batches:
             samples = min(length, batches * source.size())
         if not data.get("ended"):
             return Cursor(saved["epoch"], batches, min(length, samples))
-        carried = max(0, samples - data.get("length", samples))  # of the next epoch
+        before = data.get("length")
+        carried = 0 if before is None else max(0, samples - before)  # of the next epoch
         return Cursor(saved["epoch"], batches, length + carried)
 
     def load(self, saved: dict[str, Any]) -> None:

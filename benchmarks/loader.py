@@ -9,8 +9,8 @@
     keyed          seeding the three generators for a sample, and the throughput with it in a worker
     resume         from opening to the first batch, at position 0 and at 10^9, of 10^10 samples
 
-Times are of whole epochs. Differences and ratios are medians over rounds, of two loaders that ran one right after the
-other (a busy neighbour hits both); `best` is the difference of the fastest rounds.
+Blocks of 512 batches of both loaders take turns, so that a busy neighbour hits both; differences and ratios are medians
+over pairs of blocks, `best` is the difference of the fastest blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from torch.utils.data import DataLoader, Dataset
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "src"))
 
-SIZE = 64
+SIZE, BLOCK = 64, 512
+"""Samples in a batch, and batches in a block: as many as the order is computed for at once."""
 
 
 class Cheap(Dataset[int]):
@@ -58,8 +59,8 @@ def as_it_is(items: list[int]) -> list[int]:
     return items
 
 
-def loader(batches: int, seconds: float = 0.0, workers: int = 0) -> DataLoader[int]:
-    data = Cheap(batches * SIZE, seconds)
+def loader(blocks: int, seconds: float = 0.0, workers: int = 0) -> DataLoader[int]:
+    data = Cheap((blocks + 2) * BLOCK * SIZE, seconds)
     return DataLoader(data, batch_size=SIZE, shuffle=True, collate_fn=as_it_is, num_workers=workers)
 
 
@@ -80,29 +81,25 @@ def wrapped(given: Any) -> Any:
     return data
 
 
-def per_batch(batches: Iterable[Any]) -> float:
-    """Seconds for each batch of an epoch."""
-    count, started = 0, time.perf_counter()
-    for _ in batches:
-        count += 1
-    return (time.perf_counter() - started) / count
-
-
-def against(bare: Callable[[], Iterable[Any]], ours: Callable[[], Iterable[Any]], rounds: int) -> dict[str, float]:
-    """Both, one right after the other, and the other way round in every second round."""
-    pairs = []
-    for number in range(rounds + 1):
-        order = (bare, ours) if number % 2 else (ours, bare)
-        times = {make: per_batch(make()) for make in order}
-        pairs.append((times[bare], times[ours]))
-    pairs = pairs[1:]
+def against(bare: Iterable[Any], ours: Iterable[Any], pairs: int) -> dict[str, float]:
+    """Blocks of batches of both, in turns, the order changing; the first pair starts everything and is left out."""
+    iterators, times = (iter(bare), iter(ours)), []
+    for number in range(pairs + 1):
+        taken = [0.0, 0.0]
+        for which in (0, 1) if number % 2 else (1, 0):
+            started = time.perf_counter()
+            for _ in range(BLOCK):
+                next(iterators[which])
+            taken[which] = (time.perf_counter() - started) / BLOCK
+        times.append(taken)
+    times = times[1:]
     return {
-        "bare_us": 1e6 * statistics.median(left for left, _ in pairs),
-        "ours_us": 1e6 * statistics.median(right for _, right in pairs),
-        "added_us": 1e6 * statistics.median(right - left for left, right in pairs),
-        "best_us": 1e6 * (min(right for _, right in pairs) - min(left for left, _ in pairs)),
-        "rate": statistics.median(left / right for left, right in pairs),
-        "rounds": rounds,
+        "bare_us": 1e6 * statistics.median(left for left, _ in times),
+        "ours_us": 1e6 * statistics.median(right for _, right in times),
+        "added_us": 1e6 * statistics.median(right - left for left, right in times),
+        "best_us": 1e6 * (min(right for _, right in times) - min(left for left, _ in times)),
+        "rate": statistics.median(left / right for left, right in times),
+        "pairs": pairs,
     }
 
 
@@ -134,26 +131,25 @@ def resumes(rounds: int) -> dict[str, float]:
 def measure(folder: str, *, quick: bool) -> dict[str, Any]:
     from stepwell.data.augment import Ticket, seed_generators
 
-    many, few, rounds = (500, 100, 4) if quick else (4000, 1500, 15)
+    many, few = (4, 3) if quick else (40, 15)
     result: dict[str, Any] = {}
-    bare, alone = loader(many), wrapped(loader(many))
-    result["per batch"] = against(lambda: bare, lambda: alone, rounds)
+    bare = loader(many)
+    result["per batch"] = against(bare, wrapped(loader(many)), many)
     given = checkpointed(loader(many), folder)
-    result["per step"] = against(lambda: bare, lambda: given.data, rounds)
+    result["per step"] = against(bare, given.data, many)
     at = given.data.at
-    result["capture"] = one_call(lambda: given.data.saved(at), 20 * many)
+    result["capture"] = one_call(lambda: given.data.saved(at), 10_000)
     result["capture"]["bytes"] = len(json.dumps(given.data.saved(at)))
     given.close(save=False)
     for workers in (0, 1):
-        bare, alone = loader(few, 1e-3, workers), wrapped(loader(few, 1e-3, workers))
-        name = f"1 ms per batch, {workers} workers"
-        result[name] = against(lambda: bare, lambda: alone, rounds // 2)  # noqa: B023
+        name, bare = f"1 ms per batch, {workers} workers", loader(few, 1e-3, workers)
+        result[name] = against(bare, wrapped(loader(few, 1e-3, workers)), few)
         given = checkpointed(loader(few, 1e-3, workers), folder)
-        result[f"{name}, with the trigger"] = against(lambda: bare, lambda: given.data, rounds // 2)  # noqa: B023
+        result[f"{name}, with the trigger"] = against(bare, given.data, few)
         given.close(save=False)
     keys = iter(Ticket(list(range(10**6)), 3).each())
-    result["keyed, per sample"] = one_call(lambda: seed_generators(b"secret", next(keys)), 20 * many)
-    result["resume"] = resumes(10 * rounds)
+    result["keyed, per sample"] = one_call(lambda: seed_generators(b"secret", next(keys)), 10_000)
+    result["resume"] = resumes(20 if quick else 150)
     return result
 
 

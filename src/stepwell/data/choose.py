@@ -29,7 +29,7 @@ def make_source(
         return data.source(seed)
     is_torch = isinstance(data, DataLoader)
     if has_state(data) and hasattr(data, "__iter__"):
-        return StatefulSource(data, data)
+        return StatefulSource(data, data, getattr(data, "exactness", "order"))
     if is_torch and type(data).__iter__ is DataLoader.__iter__:
         if not isinstance(data.dataset, IterableDataset):
             return LoaderSource(data, seed)

@@ -28,10 +28,8 @@ def has_state(data: Any) -> bool:
 class StatefulSource(CountsBatches):
     """Iterated as it is; `owner` holds the state. `order` names its class, since only that one understands it."""
 
-    exactness = "order"
-
-    def __init__(self, batches: Any, owner: Any) -> None:
-        self._batches, self._owner = batches, owner
+    def __init__(self, batches: Any, owner: Any, exactness: str = "order") -> None:
+        self._batches, self._owner, self.exactness = batches, owner, exactness
         self.order = type(owner).__qualname__
 
     def open(self, at: Cursor) -> Iterator[Any]:
@@ -80,14 +78,12 @@ class IterableSource(StatefulSource):
     that nothing is left of this one, so we do.
     """
 
-    exactness = "exact"
-
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
         self._generator, self._seed = torch.Generator(), seed
         self._epoch, self._ended = 0, -1
         options = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         batches = rebuilt(loader, self._generator, dataset=_Watched(loader.dataset, self._note_end), **options)
-        super().__init__(batches, loader.dataset)
+        super().__init__(batches, loader.dataset, "exact")
 
     def _note_end(self) -> None:
         self._ended = self._epoch

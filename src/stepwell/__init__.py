@@ -15,6 +15,7 @@ if sys.platform != "linux":
 
 if TYPE_CHECKING:
     from stepwell.checkpointer import Checkpointer
+    from stepwell.data.loader import DataLoader
     from stepwell.errors import (
         AgentError,
         ConfigError,
@@ -40,6 +41,7 @@ _HOMES = {
     "ConfigError": "errors",
     "DamagedError": "errors",
     "DataError": "errors",
+    "DataLoader": "data.loader",
     "Every": "policy.every",
     "FencedError": "errors",
     "Keep": "types",
@@ -59,6 +61,7 @@ __all__ = [
     "ConfigError",
     "DamagedError",
     "DataError",
+    "DataLoader",
     "Every",
     "FencedError",
     "Keep",

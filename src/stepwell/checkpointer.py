@@ -20,7 +20,7 @@ from typing import Any
 
 from stepwell import events, journal, options
 from stepwell.agent.client import AgentClient
-from stepwell.data.loader import Batches
+from stepwell.data.batches import Batches
 from stepwell.data.steps import StepCounter
 from stepwell.errors import AgentError, ConfigError, PersistError, StateError
 from stepwell.leave import Leave, Order
@@ -32,6 +32,7 @@ from stepwell.reopen import Reopened, load_only, reopen
 from stepwell.snapshot.snapshotter import Snapshotter
 from stepwell.snapshot.uploads import SaveHandle
 from stepwell.state.capture import Capture
+from stepwell.state.tracked import hook
 from stepwell.state.tracked import track as track_objects
 from stepwell.store.history import CLOSED, TOLD
 from stepwell.store.paths import RunPaths
@@ -52,6 +53,7 @@ class Checkpointer:
         keep: int | Keep = 2,
         data: Any = None,
         seed: int | None = None,
+        on_unseekable: str = "error",
         grace: float | None = 25.0,
         notice: Any = None,
         host_memory: int | None = None,
@@ -66,15 +68,15 @@ class Checkpointer:
         policy, keep:  when to write a checkpoint, and how many stay
         memory:        when to copy the state into memory only, in between: `Every(steps=1)` is cheap on a GPU. If this
                        process crashes, the newest copy is restored from there, and written to disk
-        data, seed:    the loader behind `ckpt.data`, and the seed of its order
-        grace:         seconds from SIGTERM, SIGINT, SIGUSR1 or a notice until this process has to be gone; the last
-                       step is saved in them. None leaves signals alone
+        data, seed:    the loader behind `ckpt.data`, and the seed of its order; on_unseekable="replay" reads again
+        grace:         seconds to save and be gone after SIGTERM, SIGINT, SIGUSR1 or a notice; None: signals are yours
         notice:        a path that appears, or a function that says True, when the machine is about to go away
         host_memory:   bytes for copies in memory; too few for one of them means blocking saves
         snapshot:      auto, device, overlap or blocking; verify_snapshots hashes every leaf before and after
         """
         given = {"keep": keep, "data": data, "seed": seed, "host_memory": host_memory, "snapshot": snapshot}
-        options.check_options(policy=policy, memory=memory, track=track, grace=grace, notice=notice, **given)
+        given |= {"grace": grace, "notice": notice, "on_unseekable": on_unseekable}
+        options.check_options(policy=policy, memory=memory, track=track, **given)
         self._paths = RunPaths(options.run_directory(where))
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self._seed = seed
@@ -99,17 +101,14 @@ class Checkpointer:
         self._steps = StepCounter()
         self._leave = Leave(self._log, lambda: self._steps.step, lambda: self._pace.close(TOLD), grace, notice)
         self._close_seconds = options.seconds_from("STEPWELL_CLOSE_SECONDS", 120)
-        self.data = Batches(data, self._ensure_open, self._on_request, self._steps.on_delivered)
+        loop = self._ensure_open, self._on_request, self._steps.on_delivered
+        self.data = Batches(data, *loop, on_unseekable, self._log.emit)
         self._own = OwnState(self._steps, self.data)
         self._pid = os.getpid()
         self._reopened: Reopened | None = None
         self._is_closed = self._may_abandon = self._said_ahead = False
         self._repeats: dict[int, int] = {}
-        self._hooks = [
-            item.optimizer.register_step_pre_hook(self._before_optimizer_step)
-            for item in self._tracked
-            if item.optimizer is not None
-        ]
+        self._hooks = hook(self._tracked, self._before_optimizer_step)
         self._steps.has_optimizers = bool(self._hooks)
 
     # -- opening and restoring ----------------------------------------------------------------------------------------
@@ -165,7 +164,7 @@ class Checkpointer:
         self._leave.listen()
         atexit.register(self._at_exit)
         self._progress.open(lineage=reopened.lineage.number, agent_pid=self._client.pid, step=self._steps.step)
-        self._log.emit(reopened.start(step=self._steps.step, agent_pid=self._client.pid))
+        self._log.emit(reopened.start(step=self._steps.step, agent_pid=self._client.pid, data=self.data.exactness))
         self._prepare(reopened)
 
     def _prepare(self, reopened: Reopened) -> None:
@@ -219,18 +218,19 @@ class Checkpointer:
 
     def _end_iteration(self) -> None:
         """Count the step, if it was one, and ask the policies."""
-        if not self._count_step():
+        has_stepped, order = self._count_step(), self._leave.order
+        if order is not None and (has_stepped or self._steps.is_between):
+            self._go(order)
+        if not has_stepped:
             return
         step, is_end = self._steps.step, self.data.is_at_end
         self._pace.end_iteration(step)
-        if self._leave.order is not None:
-            self._go(self._leave.order)
-        elif self._outcomes.is_due_again or self._pace.is_due(step, is_epoch_end=is_end):
+        if self._outcomes.is_due_again or self._pace.is_due(step, is_epoch_end=is_end):
             self._save(block=False)
         elif self._pace.is_memory_due(step, is_epoch_end=is_end):
             self._save(block=False, durable=False)
         elif self._snapshotter.is_unprepared:
-            self._snapshotter.prepare(self._capture.flatten(self._own.capture()))
+            self._snapshotter.prepare(self._capture.flatten(self._own.capture(is_draft=True)))
 
     def _count_step(self) -> bool:
         self._log.flush(until=self._steps.step)  # a step late: a tensor of this one would make the host wait
@@ -370,8 +370,8 @@ class Checkpointer:
     def _shut_down(self) -> None:
         atexit.unregister(self._at_exit)
         self._leave.stop()
-        for hook in self._hooks:
-            hook.remove()
+        for handle in self._hooks:
+            handle.remove()
         self._log.flush()
         self._snapshotter.stop()
         pending = self._outcomes.uploads.pending()

@@ -38,13 +38,14 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Event):
-    """A trainer opened the run."""
+    """A trainer opened the run. `data`: what a resume promises of the batches, `exact`, `order` or `replay`."""
 
     run: str
     step: int
     pid: int
     agent_pid: int
     host: str
+    data: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,6 +359,21 @@ class LookAhead(Event):
     level: ClassVar[int] = logging.INFO
     step: int
     meaning: str = "gradient accumulation, or a consumer that reads ahead; in the latter case call ckpt.step() yourself"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(Event):
+    """A source without positions was read again from the start of the epoch, and thrown away."""
+
+    level: ClassVar[int] = logging.WARNING
+    epoch: int
+    batches: int
+    seconds: float
+
+    def text(self) -> str:
+        rate = f"{self.batches / max(self.seconds, 1e-9):.0f} per second"
+        what = f"{self.batches} batch{'' if self.batches == 1 else 'es'} of epoch {self.epoch}"
+        return f"read {what} again in {self.seconds:.1f} s ({rate})"
 
 
 @dataclass(frozen=True, kw_only=True)

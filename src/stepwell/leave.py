@@ -140,7 +140,7 @@ class Leave:
                 if save is not None:
                     save()
                 wait(order.seconds_for_disk)
-                is_durable, reason = True, f"step {step} is durable"
+                is_durable, reason = True, f"step {step} is durable" if step else "nothing was done yet"
             except Exception as error:  # leaving comes first
                 reason = f"step {step} is not durable yet: {error}"
         self._say(order, reason, is_durable=is_durable)

@@ -12,6 +12,7 @@ from stepwell.policy.auto import Auto
 from stepwell.policy.every import Policy
 
 Files = dict[str, "str | os.PathLike[str]"]
+ON_UNSEEKABLE: Final = ("error", "replay")
 STRATEGIES: Final = ("auto", "device", "overlap", "blocking")
 
 
@@ -71,6 +72,9 @@ def check_options(**options: Any) -> None:
         raise ConfigError(f"notice={notice!r}: give a path, or a function that returns True or False", name="notice")
     if snapshot not in STRATEGIES:
         raise ConfigError(f"snapshot={snapshot!r}: give one of {', '.join(STRATEGIES)}", name="snapshot")
+    if options["on_unseekable"] not in ON_UNSEEKABLE:
+        given = options["on_unseekable"]
+        raise ConfigError(f"on_unseekable={given!r}: give one of {', '.join(ON_UNSEEKABLE)}", name="on_unseekable")
     if host_memory is not None and (not isinstance(host_memory, int) or host_memory <= 0):
         raise ConfigError(f"host_memory={host_memory!r}: give a number of bytes", name="host_memory")
 

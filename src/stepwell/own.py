@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from stepwell.data.batches import Batches
 from stepwell.data.cursor import Cursor
-from stepwell.data.loader import Batches
 from stepwell.data.steps import StepCounter
 from stepwell.errors import DataError
 from stepwell.state import rng
@@ -28,11 +28,15 @@ class OwnState:
         self.is_finished = False
         self.is_after_epoch = False
 
-    def capture(self) -> dict[str, Any]:
-        """As it is saved. `is_after_epoch`: the code after the epoch's last batch is done too, the next one begins."""
+    def capture(self, *, is_draft: bool = False) -> dict[str, Any]:
+        """As it is saved; a draft has its form. Raises DataError where the position cannot be told.
+
+        `is_after_epoch`: the code after the epoch's last batch is done too, the next one begins.
+        """
+        at = self._data.following() if self.is_after_epoch else self.at
         return {
             "step": self._steps.step,
-            **self._data.saved(Cursor(self.at.epoch + 1) if self.is_after_epoch else self.at),
+            **self._data.saved(at, is_draft=is_draft),
             "finished": self.is_finished,
             "rng": rng.capture(),
         }
@@ -51,6 +55,7 @@ class OwnState:
         problem = self._data.drift(own)
         self._steps.step, self.is_finished = own["step"], own["finished"]
         self._go(self._data.read(own))
+        self._data.load(own)
         self._rng_to_set = own["rng"]
         return [*([problem] if problem else []), *rng.restore(own["rng"])]
 
@@ -62,7 +67,7 @@ class OwnState:
 
     def go_to(self, epoch: int) -> None:
         """To the start of an epoch."""
-        self._go(Cursor(epoch))
+        self._go(self._data.start(epoch))
 
     def _go(self, at: Cursor) -> None:
         self._told = self.at = at

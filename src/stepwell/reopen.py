@@ -47,10 +47,10 @@ class Reopened:
     own: dict[str, Any] | None
     frozen: set[str] = field(default_factory=set)
 
-    def start(self, *, step: int, agent_pid: int) -> events.Start:
+    def start(self, *, step: int, agent_pid: int, data: str | None) -> events.Start:
         """The event that says who opened the run."""
         host = os.uname().nodename
-        return events.Start(run=self.run.id, step=step, pid=os.getpid(), agent_pid=agent_pid, host=host)
+        return events.Start(run=self.run.id, step=step, pid=os.getpid(), agent_pid=agent_pid, host=host, data=data)
 
     def hello(self, paths: RunPaths, keep: Keep) -> Message:
         """What an agent has to know of the run."""

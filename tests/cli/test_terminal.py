@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.cli.bar import PATIENCE_SECONDS
+from stepwell.bar import PATIENCE_SECONDS
 from stepwell.cli.output import Column, format_table, shorten
 from tests.cli.commands import good
 

@@ -185,6 +185,8 @@ class Ending:
 class Run:
     """One run directory and every process that works on it."""
 
+    script = TRAINER
+
     def __init__(self, server: Server, where: Path, log: Path, namespace: Namespace | None = None, **env: str) -> None:
         self.server = server
         self.where = where
@@ -202,7 +204,7 @@ class Run:
         """Start the script once more, with what is committed verified. `env` holds for this trainer and its agents."""
         committed = self.check_newest()
         request = {
-            "start": [str(TRAINER), str(self.where)],
+            "start": [str(self.script), str(self.where)],
             "env": {**self.env, **env},
             "log": str(self.log),
             "namespace": 0 if self.namespace is None else self.namespace.pid,

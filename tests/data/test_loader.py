@@ -22,9 +22,11 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from stepwell.data.batches import Batches
+from stepwell.data.choose import make_source
 from stepwell.data.cursor import Cursor
-from stepwell.data.loader import Batches, LoaderSource, SequenceSource, Source, make_source
 from stepwell.data.sampler import Plain, Skipping, epoch_seed, make_sampler
+from stepwell.data.source import LoaderSource, SequenceSource, Source
 from stepwell.errors import DataError
 
 N = 23
@@ -136,7 +138,7 @@ def test_the_order_is_a_function_of_seed_and_epoch(name: str) -> None:
     assert order(5, 2) == first
     if name not in ("in order", "list sampler"):
         assert order(5, 3) != first
-    if name not in ("in order", "list sampler", "distributed", "set_epoch"):
+    if name not in ("in order", "list sampler", "set_epoch"):
         assert order(6, 2) != first
     assert make_source(loaders()[name], 5).left(Cursor()) == len(first)
 
@@ -296,7 +298,7 @@ def test_without_data_it_says_what_to_do() -> None:
 def test_plain_samplers_are_computed_and_others_are_skipped_through(name: str) -> None:
     loader = loaders()[name]
     sampler = make_sampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler, 5)
-    others = {"with replacement", "weighted", "subset", "distributed", "set_epoch", "own batch sampler", "list sampler"}
+    others = {"with replacement", "weighted", "subset", "set_epoch", "own batch sampler", "list sampler"}
     assert type(sampler) is (Skipping if name in others else Plain)
 
 
@@ -362,6 +364,19 @@ def test_another_order_is_noticed(before: str, now: str) -> None:
     next(iter(first))
     ours = {"in order": "sequential", "shuffled": "feistel6/1"}
     assert bool(second.drift(first.saved(first.at))) == (ours.get(before) != ours.get(now))
+
+
+@pytest.mark.parametrize("before", loaders())
+@pytest.mark.parametrize("now", ["in order", "shuffled", "subset", "own batch sampler"])
+def test_the_end_of_an_epoch_is_the_end_whatever_the_order_is_now(before: str, now: str) -> None:
+    first, second = opened(loaders()[before]), opened(loaders()[now])
+    for _ in first:
+        pass
+    saved = first.saved(first.at)
+    assert saved["data"]["ended"] and second.drift(saved) == ""
+    second.seek(second.read(saved))
+    assert second.start(1) == Cursor(1) or now not in ("in order", "shuffled")
+    assert list(second) == [] or now not in ("in order", "shuffled"), "where positions are samples"
 
 
 def test_the_end_of_an_epoch_is_the_end_whatever_its_length_is_now() -> None:

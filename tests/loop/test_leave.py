@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import stepwell
 from stepwell.journal import read_events
 from stepwell.store.history import CLOSED, TOLD, read_history
+from tests.loop.small import Numbers, Small
 
 ROOT = Path(__file__).parents[2]
 
@@ -193,6 +196,39 @@ def test_a_forked_child_that_is_told_to_leave_does_not_take_its_parent_along(whe
     leaver.go_on()
     assert leaver.end() == 0
     assert not leaver.events("told")
+
+
+def test_between_epochs_nothing_new_is_begun(where: Path) -> None:
+    """The order came during an evaluation, say: the next request of a batch is where the process leaves."""
+    small = Small(where, {"policy": stepwell.Never()})
+    batches = []
+    with pytest.raises(SystemExit) as left:
+        for epoch in small.ckpt.epochs(2):
+            for batch in small.ckpt.data:
+                batches.append(epoch)
+                small.update(batch)
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert left.value.code == 75 and set(batches) == {0}
+    assert small.events("commit")[-1]["step"] == 6
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "given back"
+
+
+def test_workers_that_died_of_the_signal_do_not_hide_it(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Small(where, {"policy": stepwell.Never()})
+    reads = 0
+
+    def failing(self: Numbers, index: int) -> torch.Tensor:
+        nonlocal reads
+        reads += 1
+        if reads > 8:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
+        return torch.full((8,), float(index))
+
+    monkeypatch.setattr(Numbers, "__getitem__", failing)
+    with pytest.raises(SystemExit):
+        small.train()
+    assert small.events("left")[0]["durable"] and small.events("commit")[-1]["step"] == 2
 
 
 def test_without_grace_signals_are_left_alone(where: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,12 +38,11 @@ class Numbers(Dataset[torch.Tensor]):
 class Training:
     """A loop that is left by break, over and over, each time with another loader."""
 
-    def __init__(self, where: Path, loader: DataLoader[torch.Tensor], *, strict: bool = True, keep: int = 2) -> None:
+    def __init__(self, where: Path, loader: Any, *, strict: bool = True, **options: Any) -> None:
         self.model = torch.nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
-        self.ckpt = stepwell.Checkpointer(
-            where, policy=stepwell.Never(), keep=keep, seed=7, data=loader, model=self.model, optimizer=self.optimizer
-        )
+        options = {"policy": stepwell.Never(), "seed": 7, "data": loader, **options}
+        self.ckpt = stepwell.Checkpointer(where, model=self.model, optimizer=self.optimizer, **options)
         self.strict = strict
 
     def update(self, batch: torch.Tensor) -> None:
@@ -142,6 +142,7 @@ import os, signal, sys
 from torch.utils.data import DataLoader
 from tests.loop.test_position import Numbers, Training
 from pathlib import Path
+from typing import Any
 training = Training(Path(sys.argv[1]), DataLoader(Numbers(20), batch_size=4, shuffle=True))
 training.ckpt.restore()
 for _, batch in zip(range(2), training.ckpt.data):

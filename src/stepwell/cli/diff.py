@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
+from stepwell.bar import bar
 from stepwell.cli import wording
-from stepwell.cli.bar import bar
 from stepwell.cli.locate import Found, locate
 from stepwell.cli.output import Column, json_option, print_json, print_table
 from stepwell.interchange.compare import Change, Comparison, compare

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from stepwell.bar import bar
 from stepwell.cli import wording
-from stepwell.cli.bar import bar
 from stepwell.cli.locate import locate, step_option
 from stepwell.cli.output import json_option, print_json, print_wrapped
 

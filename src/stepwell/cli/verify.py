@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
+from stepwell.bar import bar
 from stepwell.cli import wording
-from stepwell.cli.bar import bar
 from stepwell.cli.locate import split, step_option
 from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
 from stepwell.errors import ConfigError, DamagedError

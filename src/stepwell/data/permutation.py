@@ -80,10 +80,10 @@ class Permutation:
         x, y = values // self._b, values % self._b
         for number, key in enumerate(self._keys):
             if number % 2:
-                y = (y + _mix(x, key)) % self._b
+                y = _mix(x, key).add_(y).remainder_(self._b)
             else:
-                x = (x + _mix(y, key)) % self._a
-        return x * self._b + y
+                x = _mix(y, key).add_(x).remainder_(self._a)
+        return x.mul_(self._b).add_(y)
 
     def _back(self, values: torch.Tensor) -> torch.Tensor:
         x, y = values // self._b, values % self._b
@@ -104,12 +104,13 @@ def _key(seed: int, epoch: int, count: int, number: int) -> _Key:
 
 def _mix(values: torch.Tensor, key: _Key) -> torch.Tensor:
     """61 bits for each value, which is below 2**32."""
-    return (_scramble(values, key[:4]) << 29) ^ _scramble(values, key[4:])
+    return _scramble(values, key[:4]).bitwise_left_shift_(29).bitwise_xor_(_scramble(values, key[4:]))
 
 
 def _scramble(values: torch.Tensor, key: _Key) -> torch.Tensor:
     """32 bits for each value: multiplied and folded three times, with a part of the key before each."""
-    for part, factor in zip(key, _FACTORS, strict=False):
-        values = ((values ^ part) * factor) & _LOW
-        values = values ^ (values >> 15)
-    return values ^ key[3]
+    values = values ^ key[0]  # a copy, which the rest changes in place: half the time of making new ones
+    for part, factor in zip(key[1:], _FACTORS, strict=True):
+        values.mul_(factor).bitwise_and_(_LOW)
+        values.bitwise_xor_(values >> 15).bitwise_xor_(part)
+    return values

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sized
-from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
+from stepwell.data.augment import Ticket
 from stepwell.data.cursor import Cursor
+from stepwell.data.cut import Cut
 from stepwell.data.permutation import ORDER, Permutation
+
+_AT_ONCE: Final = 32768
+"""Samples; the first batch is computed alone, so that a resume does not wait for the others."""
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -25,14 +30,24 @@ def epoch_seed(seed: int, epoch: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def make_sampler(inner: Any, seed: int) -> Plain | Skipping:
-    """The same batches (or samples) as this (batch) sampler of torch: computed where it is a plain one."""
-    each, batch_size, drop_last = inner, None, False
+def make_sampler(inner: Any, seed: int, *, keyed: bool = False) -> Plain | Skipping:
+    """The same batches (or samples) as this (batch) sampler of torch: computed where it is a plain one.
+
+    torch's DistributedSampler keeps its rank, number of replicas and shuffling; which rank gets which sample changes.
+    """
+    each, size, drop_last = inner, None, False
     if type(inner) is BatchSampler:
-        each, batch_size, drop_last = inner.sampler, inner.batch_size, inner.drop_last
+        each, size, drop_last = inner.sampler, inner.batch_size, inner.drop_last
+    if type(each) is DistributedSampler:
+        tail = "drop" if drop_last or each.drop_last else "pad"
+        cut = Cut(size or 1, tail, each.rank, each.num_replicas)
+        samples: Any = each.dataset
+        return Plain(samples, cut, seed if each.shuffle else None, batched=size is not None, keyed=keyed)
     if type(each) is SequentialSampler or (type(each) is RandomSampler and _takes_each_once(each)):
-        return Plain(each.data_source, batch_size, drop_last, seed if type(each) is RandomSampler else None)
-    return Skipping(inner, seed)
+        cut = Cut(size or 1, "drop" if drop_last else "partial")
+        shuffled = type(each) is RandomSampler
+        return Plain(each.data_source, cut, seed if shuffled else None, batched=size is not None, keyed=keyed)
+    return Skipping(inner, seed, keyed=keyed)
 
 
 def _takes_each_once(sampler: RandomSampler) -> bool:
@@ -40,10 +55,17 @@ def _takes_each_once(sampler: RandomSampler) -> bool:
 
 
 class Plain(Sampler[Any]):
-    """Each sample once, shuffled (with a `seed`) or as they lie, in batches or (without `batch_size`) one by one."""
+    """Each sample once, shuffled (with a `seed`) or as they lie, in batches or (not `batched`) one by one.
 
-    def __init__(self, samples: Sized, batch_size: int | None, drop_last: bool, seed: int | None) -> None:
-        self._samples, self._batch_size, self._drop_last, self._seed = samples, batch_size, drop_last, seed
+    `keyed`: yields tickets for a `Keyed` data set in the place of indices.
+    """
+
+    def __init__(
+        self, samples: Sized, cut: Cut, seed: int | None, *, batched: bool = True, keyed: bool = False
+    ) -> None:
+        self._samples, self._cut, self._seed = samples, cut, seed
+        self._batched, self._keyed = batched, keyed
+        self._known: tuple[int, int, Permutation] | None = None
         self._at = Cursor()
 
     def seek(self, at: Cursor) -> None:
@@ -52,12 +74,19 @@ class Plain(Sampler[Any]):
 
     def after(self, at: Cursor) -> Cursor:
         """Where one batch more leads to."""
-        return Cursor(at.epoch, at.batches + 1, min(at.samples + (self._batch_size or 1), len(self._samples)))
+        return self._cut.after(at, len(self._samples))
 
     def left(self, at: Cursor) -> int:
         """How many batches are left of the epoch."""
-        samples, size = max(0, len(self._samples) - at.samples), self._batch_size or 1
-        return samples // size if self._drop_last else -(-samples // size)
+        return self._cut.left(at, len(self._samples))
+
+    def is_over(self, at: Cursor) -> bool:
+        """Whether nothing is left of the epoch, for any rank."""
+        return self._cut.is_over(at, len(self._samples))
+
+    def following(self, at: Cursor) -> Cursor:
+        """The start of the next epoch."""
+        return self._cut.following(at, len(self._samples))
 
     @property
     def order(self) -> str:
@@ -69,23 +98,53 @@ class Plain(Sampler[Any]):
         return len(self._samples)
 
     def size(self) -> int:
-        """Samples of a batch; zero where only batches count."""
-        return self._batch_size or 1
+        """Samples of a batch, over all ranks; zero where only batches count."""
+        return self._cut.whole
 
     def __len__(self) -> int:
         return self.left(self._at)
 
     def __iter__(self) -> Iterator[Any]:
+        (epoch, _, at), cut, length = self._at, self._cut, len(self._samples)
+        inside, order = max(0, length - at) // cut.whole, self._order(epoch)
+        first, count = 0, 1
+        while first < inside:
+            count = min(count, inside - first)
+            starts = torch.arange(first, first + count) * cut.whole + (at + cut.rank * cut.size)
+            numbers = order((starts[:, None] + torch.arange(cut.size)).reshape(-1)).tolist()
+            for begin in range(0, count * cut.size, cut.size):
+                yield self._made(numbers[begin : begin + cut.size], epoch)
+            first, count = first + count, max(1, min(16 * count, _AT_ONCE // cut.size))
+        if cut.left(self._at, length) > inside:
+            yield self._last(cut.positions(at + inside * cut.whole, length), length)
+
+    def _last(self, positions: range, length: int) -> Any:
+        """The batch that does not lie inside the epoch: shorter, or gone on after its end."""
+        epoch = self._at.epoch
+        if self._cut.tail != "carry":
+            found = self._order(epoch)(torch.tensor([place % length for place in positions], dtype=torch.int64))
+            return self._made(found.tolist(), epoch)
+        numbers: list[int] = []
+        epochs = [epoch + place // length for place in positions]
+        for each in range(epochs[0], epochs[-1] + 1):
+            places = [place % length for place, its in zip(positions, epochs, strict=True) if its == each]
+            numbers += self._order(each)(torch.tensor(places, dtype=torch.int64)).tolist()
+        return self._made(numbers, epochs)
+
+    def _order(self, epoch: int) -> Any:
+        """Samples at positions of an epoch."""
         if self._seed is None:
-            numbers: Iterator[int] = iter(range(self._at.samples, len(self._samples)))
-        else:
-            order = Permutation(len(self._samples), seed=self._seed, epoch=self._at.epoch)
-            numbers = order.iterate(self._at.samples)
-        if self._batch_size is None:
-            yield from numbers
-            return
-        for _ in range(len(self)):
-            yield list(islice(numbers, self._batch_size))
+            return lambda positions: positions
+        if self._known is None or self._known[:2] != (epoch, len(self._samples)):
+            made = Permutation(len(self._samples), seed=self._seed, epoch=epoch)
+            self._known = epoch, len(self._samples), made
+        return self._known[2].at
+
+    def _made(self, numbers: list[int], epochs: int | list[int]) -> Any:
+        if self._batched:
+            return Ticket(numbers, epochs) if self._keyed else numbers
+        epoch = epochs if isinstance(epochs, int) else epochs[0]
+        return Ticket(numbers[0], epoch) if self._keyed else numbers[0]
 
 
 class CountsBatches:
@@ -96,6 +155,18 @@ class CountsBatches:
     def after(self, at: Cursor) -> Cursor:
         """Where one batch more leads to."""
         return Cursor(at.epoch, at.batches + 1)
+
+    def left(self, at: Cursor) -> int | None:
+        """How many batches are left of the epoch, if that is known."""
+        raise NotImplementedError
+
+    def is_over(self, at: Cursor) -> bool:
+        """Whether nothing is left of the epoch, as far as is known."""
+        return self.left(at) == 0
+
+    def following(self, at: Cursor) -> Cursor:
+        """The start of the next epoch."""
+        return Cursor(at.epoch + 1)
 
     def length(self) -> int | None:
         """Not known in samples."""
@@ -109,26 +180,28 @@ class CountsBatches:
 class Skipping(CountsBatches, Sampler[Any]):
     """What any other sampler yields in this epoch, less what was consumed before."""
 
-    def __init__(self, inner: Any, seed: int) -> None:
-        self._inner, self._seed = inner, seed
+    def __init__(self, inner: Any, seed: int, *, keyed: bool = False) -> None:
+        self._inner, self._seed, self._keyed = inner, seed, keyed
         self._at = Cursor()
 
     def seek(self, at: Cursor) -> None:
         """Where the next iteration begins."""
         self._at = at
 
-    def left(self, at: Cursor) -> int:
-        """How many batches are left of the epoch. Raises TypeError if the sampler does not know."""
-        return max(0, len(self._inner) - at.batches)
+    def left(self, at: Cursor) -> int | None:
+        try:
+            return max(0, len(self._inner) - at.batches)
+        except TypeError:
+            return None
 
     def __len__(self) -> int:
-        return self.left(self._at)
+        return max(0, len(self._inner) - self._at.batches)
 
     def __iter__(self) -> Iterator[Any]:
         _reseed(self._inner, self._seed, self._at.epoch)
         for number, indices in enumerate(self._inner):
             if number >= self._at.batches:
-                yield indices
+                yield Ticket(indices, self._at.epoch, number) if self._keyed else indices
 
 
 def _reseed(sampler: Any, seed: int, epoch: int) -> None:

@@ -53,6 +53,11 @@ class StepCounter:
         return self.is_explicit and self._stepped and not self._is_called
 
     @property
+    def is_between(self) -> bool:
+        """Nothing was begun since the last step."""
+        return not (self._stepped or self._delivered)
+
+    @property
     def is_ahead(self) -> bool:
         """A batch was delivered and no optimizer stepped since: accumulation, or a consumer that reads ahead."""
         return self.has_optimizers and self._delivered > 0 and not self._stepped

@@ -6,10 +6,12 @@ Holds:   asking never changes the object.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from stepwell.errors import ConfigError
 
@@ -50,6 +52,11 @@ class Tracked:
             self.target[:] = state
         else:
             self.target.load_state_dict(state)
+
+
+def hook(tracked: Sequence[Tracked], call: Callable[..., None]) -> list[RemovableHandle]:
+    """Have a call made before every step of a tracked optimizer."""
+    return [item.optimizer.register_step_pre_hook(call) for item in tracked if item.optimizer is not None]
 
 
 def track(objects: dict[str, Any]) -> list[Tracked]:

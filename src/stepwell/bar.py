@@ -15,10 +15,11 @@ PATIENCE_SECONDS: Final = 2.0
 
 
 class Bar:
-    """Counts bytes; shows itself once it is clear that this takes long. `add` may be called from any thread."""
+    """Counts (bytes, or another `unit`); shows itself once it is clear that this takes long. `add`: from any thread."""
 
-    def __init__(self, title: str, total: int, *, is_terminal: bool) -> None:
+    def __init__(self, title: str, total: int, *, is_terminal: bool, unit: str = "bytes") -> None:
         self._title = title
+        self._unit = unit
         self._total = total
         self._done = 0
         self._due = time.monotonic() + PATIENCE_SECONDS if is_terminal else float("inf")
@@ -26,9 +27,9 @@ class Bar:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
-    def add(self, nbytes: int) -> None:
-        """So many bytes more are done."""
-        self._done += nbytes  # two threads may lose a piece to each other; the bar ends full all the same
+    def add(self, count: int) -> None:
+        """So many more are done."""
+        self._done += count  # two threads may lose a piece to each other; the bar ends full all the same
         progress, task = self._progress, self._task
         if progress is not None and task is not None:
             progress.update(task, completed=self._done)
@@ -37,9 +38,17 @@ class Bar:
 
     def _start(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        done = DownloadColumn() if self._unit == "bytes" else MofNCompleteColumn()
+        columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn())
         progress = Progress(*columns, console=Console(stderr=True), transient=True)
         progress.start()
         self._task = progress.add_task(self._title, total=self._total, completed=self._done)
@@ -52,9 +61,9 @@ class Bar:
 
 
 @contextmanager
-def bar(title: str, total: int) -> Iterator[Bar]:
+def bar(title: str, total: int, *, unit: str = "bytes") -> Iterator[Bar]:
     """A bar for the time of a block."""
-    shown = Bar(title, total, is_terminal=sys.stderr.isatty())
+    shown = Bar(title, total, is_terminal=sys.stderr.isatty(), unit=unit)
     try:
         yield shown
     finally:

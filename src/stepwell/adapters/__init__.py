@@ -1,0 +1,1 @@
+"""What other frameworks need to be checkpointed, one module each."""

@@ -80,11 +80,10 @@ class _Beside:
 
     def state_dict(self) -> dict[str, Any]:
         """As it is saved: the user's map, the position in the data, and at which step each epoch ended."""
-        if self.manager is not None:
-            self.position = self.manager.ask_position()
-            if self._ending is not None:
-                self.ends[self._ending] = self.manager.step
-        return {"given": self.given, "position": self.position, "ends": dict(self.ends)}
+        position = self.position if self.manager is None else self.manager.ask_position(self.position)
+        if self._ending is not None and self.manager is not None:
+            self.ends[self._ending] = self.manager.step
+        return {"given": self.given, "position": position, "ends": dict(self.ends)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to what was saved."""
@@ -308,9 +307,9 @@ class CFManager:
         """Steps done in the whole run."""
         return 0 if self._ckpt is None else self._ckpt.status().step
 
-    def ask_position(self) -> dict[str, Any] | None:
-        """Where in the data the last step left off."""
-        return None if self._iterator is None else self._iterator.position()
+    def ask_position(self, restored: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Where in the data the last step left off; as it was restored, as long as there is no iterator."""
+        return restored if self._iterator is None else self._iterator.position()
 
     @property
     def get_chk_size(self) -> float:

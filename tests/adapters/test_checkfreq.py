@@ -1,0 +1,348 @@
+"""CheckFreq's interface: each call does what the original documents, and a killed script ends with the same bits."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stepwell
+from stepwell.adapters.checkfreq import CFCheckpoint, CFIterator, CFManager, CFMode
+from stepwell.journal import read_events
+from tests.adapters.scripts import Script, fork_server
+from tests.adapters.small import Small, same
+from tests.crash.harness import Server
+
+SCRIPT = Path(__file__).parent / "train.py"
+STEPS_OF_EPOCH = 11
+
+
+# -- the five steps, killed -------------------------------------------------------------------------------------------
+
+
+def ledger(where: Path) -> list[str]:
+    return Path(f"{where}.ledger").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with fork_server() as server:
+        yield server
+
+
+@pytest.fixture
+def script(server: Server, run_dir: Path) -> Script:
+    return Script(server, run_dir.parent, str(SCRIPT), str(run_dir))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
+    folder = tmp_path_factory.mktemp("whole")
+    script = Script(server, folder, str(SCRIPT), str(folder / "run"))
+    assert script.run(CF_MODE="MANUAL") == 0, script.output
+    lines = ledger(folder / "run")
+    assert len(lines) == 3 * (STEPS_OF_EPOCH + 1)
+    return script.last_line(), lines
+
+
+def check_same_history(where: Path, wanted: list[str]) -> None:
+    """Every step that was done, first or again, is a step of the uninterrupted run; and none is missing."""
+    lines = ledger(where)
+    assert [line for line in lines if line not in wanted] == []
+    assert list(dict.fromkeys(lines)) == wanted
+
+
+@pytest.mark.parametrize("agent_too", ["0", "1"], ids=["trainer", "trainer_and_agent"])
+@pytest.mark.parametrize("mode", ["AUTO", "MANUAL"])
+@pytest.mark.parametrize("workers", ["0", "2"], ids=["no_workers", "two_workers"])
+def test_five_steps_killed_and_resumed(
+    script: Script, run_dir: Path, uninterrupted: tuple[str, list[str]], mode: str, agent_too: str, workers: str
+) -> None:
+    weights, history = uninterrupted
+    settings = {"CF_MODE": mode, "CF_FREQ": "3", "CF_KILL_AGENT": agent_too, "CF_WORKERS": workers}
+    for kill in ("8", "19"):  # in the middle of epoch 0, and of epoch 1
+        assert script.run(**settings, CF_KILL=kill) == -signal.SIGKILL, script.output
+    assert script.run(**settings) == 0, script.output
+    if workers == "0":  # what workers draw is not promised
+        assert script.last_line() == weights
+        check_same_history(run_dir, history)
+    samples = dict.fromkeys(line.split("]")[0] for line in ledger(run_dir))
+    assert list(samples) == [line.split("]")[0] for line in history], "the same samples in the same order, each once"
+    steps = [event["step"] for event in read_events(run_dir / "events.jsonl") if event["kind"] == "restore"]
+    # The last snapshots may not be there in AUTO mode, if steps are shorter than a write; an epoch's end always is.
+    assert min(steps) >= 3 and max(steps) >= (17 if mode == "MANUAL" else STEPS_OF_EPOCH)
+
+
+@pytest.mark.parametrize("kill", [f"{STEPS_OF_EPOCH},{STEPS_OF_EPOCH + 1}", str(2 * STEPS_OF_EPOCH)])
+def test_killed_at_the_edge_of_an_epoch(
+    script: Script, run_dir: Path, uninterrupted: tuple[str, list[str]], kill: str
+) -> None:
+    weights, history = uninterrupted
+    while status := script.run(CF_MODE="MANUAL", CF_FREQ="1", CF_KILL=kill):
+        assert status == -signal.SIGKILL, script.output
+        kill = kill.partition(",")[2]
+    assert script.last_line() == weights
+    check_same_history(run_dir, history)
+
+
+def test_control_the_script_without_its_position_ends_differently(
+    server: Server, run_dir: Path, uninterrupted: tuple[str, list[str]]
+) -> None:
+    text = SCRIPT.read_text()
+    broken = text.replace("cf_manager=cf_manager,", "cf_manager=None,")
+    broken = broken.replace("cf_manager.weight_update()", "cf_manager.weight_update(); cf_manager.save()")
+    assert broken.count("cf_manager=None,") == broken.count("cf_manager.save()") == 1
+    path = run_dir.with_name("broken.py")
+    path.write_text(broken)
+    script = Script(server, run_dir.parent, str(path), str(run_dir))
+    assert script.run(CF_MODE="MANUAL", CF_KILL="8") == -signal.SIGKILL, script.output
+    assert script.run(CF_MODE="MANUAL") == 0, script.output
+    assert script.last_line() != uninterrupted[0]
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+ORIGINAL = {
+    CFManager: "chk_dir, chk, keep_epoch_chk=True, overwrite=True, mode=AUTO, chk_prefix='model_v_'",
+    CFIterator: "dataloader, bs=128, dali=True, steps_this_epoch=0, epoch=0, arch='resnet18', worker_id=0, chk_freq=0, "
+    "steps_to_run=-1, max_overhead=5, dynamic=False, persist=True, cf_manager=None",
+    CFManager.save: "self, additional_snapshot=None, is_epoch=False, epoch=0, synchronous=False, profile_full=False, "
+    "profile_snap=False, use_thread=False, persist=False",
+    CFManager.save_cpu: "self, additional_snapshot=None, is_epoch=False, epoch=0, synchronous=False, persist=False, "
+    "profile_snap=False, profile_full=False, use_thread=True",
+    CFManager.restore: "self, latest=True, epoch=0, gpu=0",
+    CFManager.weight_update: "self",
+    CFIterator.state_dict: "self",
+    CFIterator.load_state_dict: "self, chk_map",
+}
+
+
+def shown(default: Any) -> str:
+    return default.name if isinstance(default, CFMode) else repr(default)
+
+
+@pytest.mark.parametrize("call", ORIGINAL, ids=lambda call: call.__qualname__)
+def test_arguments_and_defaults_are_the_originals(call: Any) -> None:
+    found = [
+        name if parameter.default is inspect.Parameter.empty else f"{name}={shown(parameter.default)}"
+        for name, parameter in inspect.signature(call).parameters.items()
+    ]
+    assert ", ".join(found) == ORIGINAL[call]
+
+
+def test_modes_have_the_originals_values() -> None:
+    assert {mode.name: mode.value for mode in CFMode} == {"MANUAL": 0, "AUTO": 1}
+
+
+def test_what_cannot_be_tracked_is_said() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match=r"CFCheckpoint\(arch=...\): a str has no state_dict"):
+        chk = CFCheckpoint(model=model, arch="resnet18")
+    assert chk.num_tracking == 1 and list(chk.tracking_map) == ["model"]
+    with pytest.warns(UserWarning), pytest.raises(stepwell.ConfigError, match="none of the arguments"):
+        CFCheckpoint(arch="resnet18")
+    with pytest.raises(stepwell.ConfigError, match="'checkfreq' is taken"):
+        CFCheckpoint(checkfreq=model)
+
+
+def test_options_without_effect_are_said(run_dir: Path) -> None:
+    chk = CFCheckpoint(model=torch.nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="chk_prefix='other' has no effect"):
+        CFManager(str(run_dir), chk, chk_prefix="other")
+    with pytest.warns(UserWarning, match="persist=False has no effect"):
+        CFIterator([1, 2], persist=False)
+
+
+def test_options_that_cannot_work_are_refused(run_dir: Path) -> None:
+    with pytest.raises(stepwell.ConfigError, match=r"worker_id=1.*one process"):
+        CFIterator([1, 2], worker_id=1)
+    with pytest.raises(stepwell.ConfigError, match="without cf_manager="):
+        CFIterator([1, 2], chk_freq=3)
+    with pytest.raises(stepwell.ConfigError, match="int is not iterable"):
+        CFIterator(3)
+    with pytest.raises(stepwell.ConfigError, match="not a CFCheckpoint"):
+        CFManager(str(run_dir), torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not hasattr(stepwell, "Auto"), reason="this stepwell has no Auto policy yet")
+def test_automatic_mode_takes_the_overhead(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    automatic = stepwell.Auto
+    monkeypatch.setattr(stepwell, "Auto", lambda overhead: asked.append(overhead) or automatic(overhead=overhead))
+    small = Small(run_dir, mode=CFMode.AUTO, max_overhead=8)
+    small.train(batches=2)
+    small.manager.close()
+    assert asked == [0.08]
+
+
+@pytest.mark.skipif(hasattr(stepwell, "Auto"), reason="this stepwell has the Auto policy")
+def test_automatic_mode_without_the_policy_is_said(run_dir: Path) -> None:
+    with pytest.warns(UserWarning, match="no automatic frequency for max_overhead=5 yet"):
+        Small(run_dir, mode=CFMode.AUTO)
+
+
+# -- each call --------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_directory_restores_nothing(run_dir: Path) -> None:
+    small = Small(run_dir, mode=CFMode.MANUAL)
+    assert small.manager.restore() is None
+    small.train(batches=1)
+    small.manager.close()
+
+
+@pytest.mark.parametrize("call", ["save", "save_cpu"])
+@pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "in_background"])
+def test_save_returns_durations_and_restore_returns_the_map(run_dir: Path, call: str, synchronous: bool) -> None:
+    small = Small(run_dir, mode=CFMode.MANUAL)
+    small.train(batches=2)
+    given = {"epoch": 0, "best": 0.5, "names": ["a", "b"], "tensor": torch.arange(3)}
+    snapshot, whole = getattr(small.manager, call)(additional_snapshot=given, synchronous=synchronous)
+    assert 0 < snapshot <= whole
+    weights = small.weights()
+    small.manager.close()
+    again = Small(run_dir, mode=CFMode.MANUAL, seed=5)
+    found = again.manager.restore()
+    assert found is not None and same([found.pop("tensor")], [given.pop("tensor")]) and found == given  # type: ignore[list-item]
+    assert same(again.weights(), weights)
+    again.manager.close()
+
+
+def test_restore_returns_the_iterators_state_when_no_map_was_given(run_dir: Path) -> None:
+    small = Small(run_dir, mode=CFMode.MANUAL, chk_freq=2)
+    small.train(batches=3)
+    small.manager.close()
+    again = Small(run_dir, mode=CFMode.MANUAL)
+    assert again.manager.restore() == {"iter": 2, "steps_so_far": 2, "start_index": 8, "epoch": 0}
+    again.manager.close()
+
+
+def test_restore_before_and_after_the_iterator_is_made_are_the_same(run_dir: Path) -> None:
+    whole = Small(run_dir / "whole", mode=CFMode.MANUAL)
+    whole.train(epochs=2)
+    whole.manager.close()
+    for order in ("before", "after"):
+        first = Small(run_dir / order, mode=CFMode.MANUAL, chk_freq=4)
+        first.train(batches=5)
+        first.manager.close()
+        second = Small(run_dir / order, mode=CFMode.MANUAL, restore=order)
+        second.train(epochs=2)
+        second.manager.close()
+        assert first.seen[:4] + second.seen == whole.seen
+        assert same(second.weights(), whole.weights())
+
+
+def test_another_frequency_after_restore_reads_again_and_says_so(run_dir: Path) -> None:
+    first = Small(run_dir, mode=CFMode.AUTO, chk_freq=2)
+    first.train(batches=4)
+    first.manager.save(synchronous=True)
+    first.manager.close()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        second = Small(run_dir, mode=CFMode.AUTO, chk_freq=2, restore="before")
+    assert any("the checkpoint is read once more" in str(warning.message) for warning in said)
+    second.train(epochs=1)
+    second.manager.close()
+    assert sorted(number for _, ids in first.seen + second.seen for number in ids) == list(range(24))
+
+
+def test_automatic_mode_with_a_frequency_saves_at_it(run_dir: Path) -> None:
+    small = Small(run_dir, mode=CFMode.AUTO, chk_freq=2, overwrite=False)
+    small.train(batches=5)
+    small.manager.close()
+    assert small.steps_on_disk() == [2, 4]
+
+
+def test_manual_mode_saves_only_epochs_and_what_is_asked(run_dir: Path) -> None:
+    small = Small(run_dir, mode=CFMode.MANUAL, overwrite=False)
+    small.train(batches=4)
+    assert small.steps_on_disk() == []
+    small.manager.save(synchronous=True)
+    assert small.steps_on_disk() == [4]
+    small.train(epochs=1)
+    assert small.steps_on_disk() == [4, 6]
+    small.manager.close()
+
+
+def test_manager_without_an_iterator(run_dir: Path) -> None:
+    """A script that loops over its own loader and saves for itself."""
+    small = Small(run_dir, mode=CFMode.MANUAL, is_wrapped=False)
+    for _ in range(30):
+        small.update(torch.ones(4, 8))
+    small.manager.save(additional_snapshot={"mine": 30}, synchronous=True)
+    assert small.steps_on_disk() == [30]
+    weights = small.weights()
+    small.manager.close()
+    again = Small(run_dir, mode=CFMode.MANUAL, is_wrapped=False, seed=3)
+    assert again.manager.restore() == {"mine": 30} and same(again.weights(), weights)
+    again.manager.close()
+
+
+def test_steps_to_run_ends_the_run(run_dir: Path) -> None:
+    small = Small(run_dir, mode=CFMode.MANUAL, steps_to_run=4)
+    small.train(epochs=2)
+    assert len(small.seen) == 4 and small.iterator.exit
+    small.manager.close()
+
+
+def test_a_batch_that_was_not_used_comes_again(run_dir: Path) -> None:
+    small = Small(run_dir, mode=CFMode.MANUAL)
+    small.train(batches=2)
+    unused = next(small.iterator)
+    small.manager.save(synchronous=True)
+    small.manager.close()
+    again = Small(run_dir, mode=CFMode.MANUAL, restore="before")
+    assert torch.equal(next(iter(again.iterator)), unused)
+    again.manager.close()
+
+
+def test_size_and_length_of_the_whole_epoch(run_dir: Path) -> None:
+    small = Small(run_dir, mode=CFMode.MANUAL)
+    assert (len(small.iterator), small.iterator._size) == (6, 24)
+    assert small.manager.get_chk_size == pytest.approx(small.state_bytes() / (1 << 20))
+    assert small.manager.chk_process is None
+
+
+class Foreign:
+    """An iterable that only its owner can bring to a position, as a DALI iterator."""
+
+    def __init__(self, start: int = 0, size: int = -1) -> None:
+        self.start, self._size, self.resets = start, size, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.full((4, 8), float(number)) for number in range(self.start, 6))
+
+    def reset(self) -> None:
+        self.start = 0
+        self.resets += 1
+
+
+@pytest.mark.parametrize("size", [24, -1], ids=["size_known", "size_unknown"])
+def test_a_foreign_iterator_is_counted_and_has_to_be_at_its_place(run_dir: Path, size: int) -> None:
+    first = Small(run_dir, mode=CFMode.MANUAL, chk_freq=2, loader=Foreign(size=size), bs=4)
+    first.train(batches=3)
+    first.manager.close()
+    lost = Small(run_dir, mode=CFMode.MANUAL, restore="before", loader=Foreign(size=size), bs=4)
+    with pytest.raises(
+        stepwell.ConfigError, match=r"restored at epoch 0, batch 2.*resume_index=state\['start_index'\]"
+    ):
+        iter(lost.iterator)
+    lost.manager.close()
+    again = Small(run_dir, mode=CFMode.MANUAL, restore="before", loader=Foreign(2, size), bs=4)
+    again.iterator.load_state_dict(again.restored)
+    again.train(epochs=1)
+    again.iterator.reset()
+    again.train(epochs=2)
+    assert [ids[0] for _, ids in again.seen] == [2, 3, 4, 5, 0, 1, 2, 3, 4, 5]
+    again.manager.close()
+    over = Small(run_dir, mode=CFMode.MANUAL, restore="before", loader=Foreign(6 if size < 0 else 0, size), bs=4)
+    assert over.restored == {"iter": 6, "steps_so_far": 12, "start_index": 24, "epoch": 1}
+    over.iterator.load_state_dict(over.restored)
+    assert list(over.iterator) == [] and over.iterator.state_dict()["epoch"] == 2
+    over.manager.close()

@@ -118,7 +118,6 @@ class Dali:
         self.make_reader = lambda **position: FileReader(file_root=str(root), draws=3, cf_det=True, **position)
         self.args, self.epoch, self.samples = args, 0, 0
         self.length = self.make_reader().epoch_size()
-        self.classes = self.make_reader().classes
 
     def state_dict(self):
         return {"epoch": self.epoch, "samples": self.samples}
@@ -220,16 +219,17 @@ def main():
     else:
         torch.backends.cudnn.benchmark = True
 
-    if args.data is None:
-        train = MadeOnTheFly(args.samples, args.classes, args.image_size)
-        val = MadeOnTheFly(max(args.batch_size, args.samples // 25), args.classes, args.image_size)
-    else:
-        train, val = (Folder(Path(args.data, part), args.image_size, part == "train") for part in ("train", "val"))
-    classes = args.classes if args.data is None else len(train.classes)
+    def pictures(part, samples):
+        if args.data is None:
+            return MadeOnTheFly(samples, args.classes, args.image_size)
+        return Folder(Path(args.data, part), args.image_size, part == "train")
+
+    train = pictures("train", args.samples)
+    val = None if args.noeval else pictures("val", max(args.batch_size, args.samples // 25))
     loading = {"batch_size": args.batch_size, "num_workers": args.workers, "pin_memory": args.device != "cpu"}
     loader = Dali(Path(args.data, "train"), args) if args.dali else DataLoader(train, shuffle=True, **loading)
 
-    model = make_model(args.arch, classes).to(args.device)
+    model = make_model(args.arch, args.classes if args.data is None else len(train.classes)).to(args.device)
     rate = args.lr * args.batch_size / 256
     optimizer = torch.optim.SGD(model.parameters(), rate, momentum=args.momentum, weight_decay=args.weight_decay)
     epoch_steps = len(loader)
@@ -272,7 +272,7 @@ def main():
                     f"epoch {epoch + 1}, step {schedule.last_epoch}: loss {loss:.4f}, {speed:.0f} pictures/s",
                     flush=True,
                 )
-        if not args.noeval:
+        if val is not None:
             right = accuracy(model, DataLoader(val, **loading), args.device)
             print(f"epoch {epoch + 1}: {right:.1%} of the pictures in val are found", flush=True)
         if args.steps and schedule.last_epoch >= args.steps:

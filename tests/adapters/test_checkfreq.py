@@ -341,8 +341,10 @@ def test_a_foreign_iterator_is_counted_and_has_to_be_at_its_place(run_dir: Path,
     again.train(epochs=2)
     assert [ids[0] for _, ids in again.seen] == [2, 3, 4, 5, 0, 1, 2, 3, 4, 5]
     again.manager.close()
-    over = Small(run_dir, mode=CFMode.MANUAL, restore="before", loader=Foreign(6 if size < 0 else 0, size), bs=4)
+    over = Small(run_dir, mode=CFMode.MANUAL, restore="before", loader=Foreign(size=size), bs=4)
     assert over.restored == {"iter": 6, "steps_so_far": 12, "start_index": 24, "epoch": 1}
     over.iterator.load_state_dict(over.restored)
     assert list(over.iterator) == [] and over.iterator.state_dict()["epoch"] == 2
+    over.iterator.reset()
+    assert len(list(over.iterator)) == 6
     over.manager.close()

@@ -9,6 +9,7 @@ depends on the position in the epoch (as in the original's script), and a shuffl
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -93,6 +94,8 @@ def die(manager: CFManager, *, agent_too: bool) -> None:
     if agent_too:
         manager.checkpointer().wait()  # or there may be nothing on disk yet
         os.kill(manager.checkpointer().status().agent_pid, signal.SIGKILL)
+    for worker in multiprocessing.active_children():
+        worker.kill()  # they would notice by themselves, seconds later
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -15,9 +15,8 @@ import pytest
 from stepwell.journal import read_events
 from stepwell.store import catalog
 from stepwell.store.paths import RunPaths
-from stepwell.store.progress import read_progress
 from tests.adapters.scripts import Script, fork_server
-from tests.crash.harness import Server, Trainer, wait_for
+from tests.crash.harness import Server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "image_classification.py"
@@ -71,26 +70,20 @@ def uninterrupted(server: Server, tmp_path_factory: pytest.TempPathFactory) -> d
     return final_state(folder / "run")
 
 
-@pytest.mark.parametrize("at", [7, 19], ids=["first_epoch", "second_epoch"])
+@pytest.mark.parametrize(
+    ("flags", "nth"),
+    [(["--chk-freq", "2"], 2), (["--chk_mode_baseline", "--chk-freq", "4"], 5)],
+    ids=["first_epoch", "second_epoch"],
+)
 def test_killed_and_resumed_it_ends_with_the_same_bits(
-    server: Server, run_dir: Path, uninterrupted: dict[str, bytes], at: int
+    server: Server, run_dir: Path, uninterrupted: dict[str, bytes], flags: list[str], nth: int
 ) -> None:
-    whole = command(run_dir, "--chk-freq", "4", "--resume")
-    log = run_dir.with_name("killed.log")
-    env = {"STEPWELL_SEED": "5", "STEPWELL_LINGER": "20"}
-    trainer = Trainer(server, {"start": whole, "env": env, "log": str(log), "namespace": 0})
-
-    def is_there() -> bool:
-        progress = read_progress(run_dir / "progress")
-        return progress is not None and progress.step >= at
-
-    wait_for(is_there, f"step {at}")
-    trainer.kill()
-    assert trainer.wait() == -signal.SIGKILL, trainer.log()
-    script = Script(server, run_dir.parent, *whole)
+    script = Script(server, run_dir.parent, *command(run_dir, *flags, "--resume"))
+    crash = f"trainer!copy.complete:0:{nth}"  # SIGKILL when the nth snapshot is complete
+    assert script.run(STEPWELL_SEED="5", STEPWELL_CRASH=crash) == -signal.SIGKILL, script.output
     assert script.run(STEPWELL_SEED="5") == 0, script.output
     restored = [event["step"] for event in read_events(run_dir / "events.jsonl") if event["kind"] == "restore"]
-    assert len(restored) == 1 and restored[0] > 0
+    assert len(restored) == 1 and restored[0] > (13 if nth == 5 else 0)
     assert final_state(run_dir) == uninterrupted
 
 
@@ -114,6 +107,17 @@ def test_flags_of_the_original(server: Server, run_dir: Path, flags: list[str], 
     assert script.run() == 0, script.output
     assert "of the pictures in val" not in script.output
     assert {event["step"] for event in read_events(run_dir / "events.jsonl") if event["kind"] == "commit"} == set(steps)
+
+
+def test_a_folder_of_pictures(server: Server, run_dir: Path, tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        for number in range(12):
+            path = tmp_path / part / f"class_{number % 2}" / f"{number}.ppm"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"P6 24 18 255\n" + bytes([20 * number]) * (24 * 18 * 3))
+    script = Script(server, tmp_path, *command(run_dir, "--data", str(tmp_path)))
+    assert script.run() == 0, script.output
+    assert "of the pictures in val" in script.output and script.last_line().startswith("done: step 4")
 
 
 @pytest.mark.slow

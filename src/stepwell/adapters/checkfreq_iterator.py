@@ -6,7 +6,7 @@ Holds:   a checkpoint's position is that of its last step: batches that were del
          end of an epoch is saved as "nothing left", so that a resume runs what follows the loop.
 
 A torch DataLoader (map-style) and a list of batches begin anywhere. Any other iterable, a DALI iterator for instance,
-is counted only, and has to begin where `restore()` said.
+is counted only, and has to begin where `restore()` said; where nothing is left of an epoch, at the next one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from stepwell.data.loader import Source, make_source
 
 if TYPE_CHECKING:
     from stepwell.adapters.checkfreq import CFManager
+
+
+_NOTHING: Any = object()
 
 
 class _At(NamedTuple):
@@ -81,7 +84,7 @@ class CFIterator:
         self._used, self._used_step = self._at, 0
         self._generators: Generators | None = None
         self._batches: Iterator[Any] | None = None
-        self._is_delivered = self._is_untouched = False
+        self._is_delivered = self._is_exhausted = self._is_untouched = False
         self._is_end_saved = True
         if cf_manager is not None:
             cf_manager.attach(self)
@@ -117,6 +120,7 @@ class CFIterator:
         self._seed = position["seed"]
         restored = _At(position["epoch"], position["iter"], position["start_index"], position["steps_so_far"])
         self._restored = restored
+        self._is_untouched = self._is_exhausted = not self._is_seekable and position["ended"]
         if self._is_seekable:
             self._check_drift(position)
             if self._at[:2] not in ((0, 0), restored[:2]):
@@ -140,7 +144,7 @@ class CFIterator:
         self._mark()
         at, source = self._used, self._source
         order = {"order": source.order, "length": source.length()} if source else {"order": None, "length": None}
-        return {**at._asdict(), **order, "seed": self._seed}
+        return {**at._asdict(), **order, "seed": self._seed, "ended": at == self._at and self._is_over()}
 
     def _mark(self) -> None:
         """If there was a step since the last look, it has used everything delivered."""
@@ -183,6 +187,7 @@ class CFIterator:
         if self._batches is None:
             iter(self)
         assert self._batches is not None
+        batch = self._look_ahead()
         self._end_iteration()
         if 0 <= self._steps_to_run <= self._steps_this_run:
             self._exit = True
@@ -190,14 +195,21 @@ class CFIterator:
         if self._generators is not None:  # after `iter`, before anything of the batch is drawn
             self._generators.set()
             self._generators = None
-        try:
-            if self._is_over():
-                raise StopIteration
-            batch = next(self._batches)
-        except StopIteration:
+        if batch is _NOTHING and not self._is_over():
+            batch = next(self._batches, _NOTHING)
+        if batch is _NOTHING:
             self._end_epoch()
-            raise
+            raise StopIteration
         self._count()
+        return batch
+
+    def _look_ahead(self) -> Any:
+        """Fetch early what does not say how long it is: a checkpoint has to know whether anything is left."""
+        assert self._batches is not None
+        if self._is_seekable or self._batches_of_epoch() is not None or self._is_exhausted:
+            return _NOTHING
+        batch = next(self._batches, _NOTHING)
+        self._is_exhausted = batch is _NOTHING
         return batch
 
     def _count(self) -> None:
@@ -216,7 +228,7 @@ class CFIterator:
         if self._source is not None:
             return self._source.left(Cursor(self._at.epoch, self._at.iter, self._at.start_index)) == 0
         batches = self._batches_of_epoch()
-        return batches is not None and self._at.iter >= batches
+        return self._is_exhausted or (batches is not None and self._at.iter >= batches)
 
     def _batches_of_epoch(self) -> int | None:
         if self._is_seekable:
@@ -243,10 +255,8 @@ class CFIterator:
     def _end_epoch(self) -> None:
         if not self._is_end_saved and self._manager is not None:
             self._save_end()
-        at = self._at
-        self._is_untouched = self._is_end_saved and at.iter > 0 and self._steps_this_run == 0
-        self._go(_At(at.epoch + 1, 0, 0, at.steps_so_far))
-        self._since_save = 0
+        self._go(_At(self._at.epoch + 1, 0, 0, self._at.steps_so_far))
+        self._since_save, self._is_exhausted = 0, False
 
     @property
     def _is_manual(self) -> bool:
@@ -266,7 +276,7 @@ class CFIterator:
             warnings.warn(f"no checkpoint at step {self._manager.step}: {error}. Training goes on", stacklevel=4)
 
     def reset(self) -> None:
-        """Ready for the next epoch. A DALI iterator that had nothing left at a resume stands there already."""
+        """Ready for the next epoch. An iterator of which nothing was left at a resume stands there already."""
         if hasattr(self._dataloader, "reset") and not self._is_untouched:
             self._dataloader.reset()
 

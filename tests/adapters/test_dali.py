@@ -17,6 +17,7 @@ from tests.adapters.scripts import Script, fork_server
 from tests.adapters.small import Small
 from tests.crash.harness import Server
 
+TRAIN = Path(__file__).parent / "train.py"
 COUNT = 22
 BATCH = 4
 needs_dali = pytest.mark.skipif(
@@ -25,17 +26,20 @@ needs_dali = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_pictures(root: Path, count: int) -> Path:
     """Three classes of small pictures; each picture's first pixel is its number."""
-    root = tmp_path_factory.mktemp("pictures") / "train"
-    for number in range(COUNT):
+    for number in range(count):
         folder = root / f"class_{number % 3}"
         folder.mkdir(parents=True, exist_ok=True)
         header, pixels = b"P6 8 8 255\n", bytes([number]) * (8 * 8 * 3)
         (folder / f"{number:03d}.ppm").write_bytes(header + pixels)
     (root / "class_0" / "notes.txt").write_text("no picture")
     return root
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pictures(tmp_path_factory.mktemp("pictures") / "train", COUNT)
 
 
 def make_iterator(reader: FileReader) -> Any:
@@ -185,6 +189,26 @@ def test_cf_iterator_around_a_dali_iterator_resumes_at_the_next_sample(
 def server() -> Iterator[Server]:
     with fork_server() as server:
         yield server
+
+
+@needs_dali
+@pytest.mark.parametrize("mode", ["AUTO", "MANUAL"])
+@pytest.mark.parametrize("agent_too", ["0", "1"], ids=["trainer", "trainer_and_agent"])
+def test_five_steps_with_dali_killed_and_resumed(
+    server: Server, run_dir: Path, tmp_path: Path, mode: str, agent_too: str
+) -> None:
+    root = make_pictures(tmp_path / "pictures", 42)
+    settings = {"CF_DALI": str(root), "CF_MODE": mode, "CF_FREQ": "3", "CF_KILL_AGENT": agent_too}
+    uncut = Script(server, tmp_path, str(TRAIN), str(tmp_path / "whole"))
+    assert uncut.run(**settings) == 0, uncut.output
+    cut = Script(server, run_dir.parent, str(TRAIN), str(run_dir))
+    for kill in ("8", "11", "19"):  # in the middle of an epoch, and in its last step
+        assert cut.run(**settings, CF_KILL=kill) == -signal.SIGKILL, cut.output
+    assert cut.run(**settings) == 0, cut.output
+    assert cut.last_line() == uncut.last_line()
+    history = Path(f"{tmp_path / 'whole'}.ledger").read_text().splitlines()
+    assert len(history) == 36
+    assert list(dict.fromkeys(Path(f"{run_dir}.ledger").read_text().splitlines())) == history
 
 
 @needs_dali

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from stepwell.adapters.checkfreq import CFCheckpoint, CFIterator, CFManager, CFM
 EPOCHS = 3
 SAMPLES = 42
 BATCH = 4
+BATCHES = 11
 
 
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -33,6 +35,44 @@ class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((6,), index / SAMPLES) + 0.01 * torch.randn(6), torch.tensor(index)
+
+
+def dali_loader(root: str, resume_index: int, resume_epoch: int) -> Any:
+    """As the original's script builds it; `FileReader` is imported from stepwell instead of nvidia.dali.ops."""
+    import nvidia.dali.ops as ops
+    from nvidia.dali.pipeline import Pipeline
+    from nvidia.dali.plugin.pytorch import DALIClassificationIterator
+
+    from stepwell.adapters.dali import FileReader
+
+    class TrainPipe(Pipeline):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(BATCH, 1, None, seed=12)
+            self.input = FileReader(
+                file_root=root,
+                shard_id=0,
+                num_shards=1,
+                shuffle_after_epoch=True,
+                resume_index=resume_index,
+                resume_epoch=resume_epoch,
+                cf_det=True,
+            )
+            self.decode = ops.decoders.Image(device="cpu")
+
+        def define_graph(self) -> Any:
+            self.jpegs, self.labels = self.input(name="Reader")
+            return [self.decode(self.jpegs), self.labels]
+
+    return DALIClassificationIterator(TrainPipe())
+
+
+def unpack(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and their numbers."""
+    if isinstance(batch[0], dict):
+        pixels = batch[0]["data"][:, 0, :6, 0].float()
+        return pixels / SAMPLES, pixels[:, 0]
+    data, index = batch
+    return data, index
 
 
 def main() -> None:
@@ -71,9 +111,10 @@ def main() -> None:
     ledger = open(f"{sys.argv[1]}.ledger", "a")  # noqa: SIM115
     for epoch in range(start_epoch, EPOCHS):
         model.train()
-        for data, index in train_loader:
+        for batch in train_loader:
+            data, index = unpack(batch)
             at = train_loader.state_dict()
-            rate = 0.01 * min(1.0, (at["iter"] + epoch * len(train_loader)) / 20)  # warm-up
+            rate = 0.01 * min(1.0, (at["iter"] + epoch * BATCHES) / 20)  # warm-up
             optimizer.param_groups[0]["lr"] = rate
             loss = (model(data).squeeze(1) - index / SAMPLES).pow(2).mean()
             optimizer.zero_grad()
@@ -85,6 +126,7 @@ def main() -> None:
             if str(at["steps_so_far"]) in get("CF_KILL", "").split(","):
                 die(cf_manager, agent_too=get("CF_KILL_AGENT") == "1")
         optimizer.param_groups[0]["weight_decay"] += 0.001  # after the loop: must run once for every epoch
+        train_loader.reset()
         print("end of epoch", epoch, file=ledger, flush=True)
     whole = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
     print("weights", hashlib.sha256(whole).hexdigest(), optimizer.param_groups[0]["weight_decay"].hex())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import signal
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from stepwell.adapters.checkfreq import CFCheckpoint, CFIterator, CFManager, CFM
 from stepwell.journal import read_events
 from tests.adapters.scripts import Script, fork_server
 from tests.adapters.small import Small, same
+from tests.arch.test_docs import missing
 from tests.crash.harness import Server
 
 SCRIPT = Path(__file__).parent / "train.py"
@@ -348,3 +350,22 @@ def test_a_foreign_iterator_is_counted_and_has_to_be_at_its_place(run_dir: Path,
     over.iterator.reset()
     assert len(list(over.iterator)) == 6
     over.manager.close()
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_names_tests_that_exist_and_all_29_defects() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkfreq.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| .* \| (`.*`) \|$", page, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 30))
+    names = [name for _, cell in rows for name in re.findall(r"`([^`]+)`", cell)]
+    names = [name.replace("D::", "tests/adapters/test_checkfreq_defects.py::") for name in names]
+    assert [problem for name in names if (problem := missing(name))] == []
+
+
+def test_the_page_has_every_argument() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkfreq.md").read_text()
+    for call in (CFManager, CFIterator, CFManager.save, CFManager.save_cpu):
+        for name in inspect.signature(call).parameters:
+            assert name in ("self", "chk_dir", "chk", "mode", "dataloader", "cf_manager") or f"{name}=" in page, name

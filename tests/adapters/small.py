@@ -43,9 +43,9 @@ class Small:
         chk = CFCheckpoint(model=self.model, scheduler=self.scheduler, **{optimizer_name: self.optimizer})
         self.manager = CFManager(str(where), chk, mode=mode, overwrite=overwrite, keep_epoch_chk=keep_epoch_chk)
         self.restored = self.manager.restore() if restore == "before" else None
-        loader = DataLoader(Numbers(), batch_size=4, shuffle=True) if loader is None else loader
+        self.loader = DataLoader(Numbers(), batch_size=4, shuffle=True) if loader is None else loader
         if is_wrapped:
-            self.iterator = CFIterator(loader, cf_manager=self.manager, **options)
+            self.iterator = CFIterator(self.loader, cf_manager=self.manager, **options)
         if restore == "after":
             self.restored = self.manager.restore()
         self.seen: list[tuple[int, list[int]]] = []

@@ -1,10 +1,9 @@
-"""CheckFreq's interface: each call does what the original documents, and a killed script ends with the same bits."""
+"""CheckFreq's interface: each call, with each argument, does what the original documents."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,98 +14,8 @@ import torch
 
 import stepwell
 from stepwell.adapters.checkfreq import CFCheckpoint, CFIterator, CFManager, CFMode
-from stepwell.journal import read_events
-from tests.adapters.scripts import Script, fork_server
 from tests.adapters.small import Small, same
 from tests.arch.test_docs import missing
-from tests.crash.harness import Server
-
-SCRIPT = Path(__file__).parent / "train.py"
-STEPS_OF_EPOCH = 11
-
-
-# -- the five steps, killed -------------------------------------------------------------------------------------------
-
-
-def ledger(where: Path) -> list[str]:
-    return Path(f"{where}.ledger").read_text().splitlines()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with fork_server() as server:
-        yield server
-
-
-@pytest.fixture
-def script(server: Server, run_dir: Path) -> Script:
-    return Script(server, run_dir.parent, str(SCRIPT), str(run_dir))
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
-    folder = tmp_path_factory.mktemp("whole")
-    script = Script(server, folder, str(SCRIPT), str(folder / "run"))
-    assert script.run(CF_MODE="MANUAL") == 0, script.output
-    lines = ledger(folder / "run")
-    assert len(lines) == 3 * (STEPS_OF_EPOCH + 1)
-    return script.last_line(), lines
-
-
-def check_same_history(where: Path, wanted: list[str]) -> None:
-    """Every step that was done, first or again, is a step of the uninterrupted run; and none is missing."""
-    lines = ledger(where)
-    assert [line for line in lines if line not in wanted] == []
-    assert list(dict.fromkeys(lines)) == wanted
-
-
-@pytest.mark.parametrize("agent_too", ["0", "1"], ids=["trainer", "trainer_and_agent"])
-@pytest.mark.parametrize("mode", ["AUTO", "MANUAL"])
-@pytest.mark.parametrize("workers", ["0", "2"], ids=["no_workers", "two_workers"])
-def test_five_steps_killed_and_resumed(
-    script: Script, run_dir: Path, uninterrupted: tuple[str, list[str]], mode: str, agent_too: str, workers: str
-) -> None:
-    weights, history = uninterrupted
-    settings = {"CF_MODE": mode, "CF_FREQ": "3", "CF_KILL_AGENT": agent_too, "CF_WORKERS": workers}
-    for kill in ("8", "19"):  # in the middle of epoch 0, and of epoch 1
-        assert script.run(**settings, CF_KILL=kill) == -signal.SIGKILL, script.output
-    assert script.run(**settings) == 0, script.output
-    if workers == "0":  # what workers draw is not promised
-        assert script.last_line() == weights
-        check_same_history(run_dir, history)
-    samples = dict.fromkeys(line.split("]")[0] for line in ledger(run_dir))
-    assert list(samples) == [line.split("]")[0] for line in history], "the same samples in the same order, each once"
-    steps = [event["step"] for event in read_events(run_dir / "events.jsonl") if event["kind"] == "restore"]
-    # The last snapshots may not be there in AUTO mode, if steps are shorter than a write; an epoch's end always is.
-    assert min(steps) >= 3 and max(steps) >= (17 if mode == "MANUAL" else STEPS_OF_EPOCH)
-
-
-@pytest.mark.parametrize("kill", [f"{STEPS_OF_EPOCH},{STEPS_OF_EPOCH + 1}", str(2 * STEPS_OF_EPOCH)])
-def test_killed_at_the_edge_of_an_epoch(
-    script: Script, run_dir: Path, uninterrupted: tuple[str, list[str]], kill: str
-) -> None:
-    weights, history = uninterrupted
-    while status := script.run(CF_MODE="MANUAL", CF_FREQ="1", CF_KILL=kill):
-        assert status == -signal.SIGKILL, script.output
-        kill = kill.partition(",")[2]
-    assert script.last_line() == weights
-    check_same_history(run_dir, history)
-
-
-def test_control_the_script_without_its_position_ends_differently(
-    server: Server, run_dir: Path, uninterrupted: tuple[str, list[str]]
-) -> None:
-    text = SCRIPT.read_text()
-    broken = text.replace("cf_manager=cf_manager,", "cf_manager=None,")
-    broken = broken.replace("cf_manager.weight_update()", "cf_manager.weight_update(); cf_manager.save()")
-    assert broken.count("cf_manager=None,") == broken.count("cf_manager.save()") == 1
-    path = run_dir.with_name("broken.py")
-    path.write_text(broken)
-    script = Script(server, run_dir.parent, str(path), str(run_dir))
-    assert script.run(CF_MODE="MANUAL", CF_KILL="8") == -signal.SIGKILL, script.output
-    assert script.run(CF_MODE="MANUAL") == 0, script.output
-    assert script.last_line() != uninterrupted[0]
-
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 
@@ -194,6 +103,7 @@ def test_automatic_mode_without_the_policy_is_said(run_dir: Path) -> None:
 
 def test_an_empty_directory_restores_nothing(run_dir: Path) -> None:
     small = Small(run_dir, mode=CFMode.MANUAL)
+    assert small.manager.restore(latest=False, epoch=1) is None
     assert small.manager.restore() is None
     small.train(batches=1)
     small.manager.close()
@@ -284,6 +194,60 @@ def test_manager_without_an_iterator(run_dir: Path) -> None:
     again = Small(run_dir, mode=CFMode.MANUAL, is_wrapped=False, seed=3)
     assert again.manager.restore() == {"mine": 30} and same(again.weights(), weights)
     again.manager.close()
+
+
+def test_an_iterator_made_anew_for_each_epoch(run_dir: Path) -> None:
+    """Some scripts build their loader in the loop over epochs; the order goes on as with one iterator."""
+    whole = Small(run_dir / "whole", mode=CFMode.AUTO, chk_freq=2)
+    whole.train(epochs=3)
+    whole.manager.close()
+    first = Small(run_dir / "cut", mode=CFMode.AUTO, chk_freq=2)
+    first.train(epochs=1)
+    first.train(batches=3)
+    first.manager.save(synchronous=True)
+    first.manager.close()
+    second = Small(run_dir / "cut", mode=CFMode.AUTO, chk_freq=2, restore="after", seed=4)
+    second.train(epochs=2)
+    second.iterator = CFIterator(second.loader, epoch=2, chk_freq=2, cf_manager=second.manager)
+    second.train(epochs=3)
+    with pytest.raises(stepwell.ConfigError, match="a run has one of each"):
+        CFIterator(second.loader, epoch=3, chk_freq=3, cf_manager=second.manager)
+    second.manager.close()
+    assert first.seen + second.seen == whole.seen
+
+
+def test_the_end_of_an_epoch_is_saved_once(run_dir: Path) -> None:
+    small = Small(run_dir, mode=CFMode.AUTO, chk_freq=3, overwrite=False)
+    small.train(epochs=2)
+    small.manager.close()
+    assert [str(entry.id)[:17] for entry in small.entries()] == [f"step-{step:012d}" for step in (3, 6, 9, 12)]
+
+
+def test_accumulated_gradients_are_not_lost(run_dir: Path) -> None:
+    """A step every other batch: a checkpoint stands after a step, and what came after that step comes again."""
+    small = Small(run_dir, mode=CFMode.MANUAL, chk_freq=3)
+    for number, batch in enumerate(small.iterator, 1):
+        small.seen.append((0, batch[:, 0].int().tolist()))
+        small.model(batch).sum().backward()
+        if number % 2 == 0:
+            small.manager.weight_update()
+        if number == 5:
+            break
+    small.manager.close()
+    again = Small(run_dir, mode=CFMode.MANUAL, restore="before")
+    assert again.restored == {"iter": 4, "steps_so_far": 4, "start_index": 16, "epoch": 0}
+    assert next(iter(again.iterator))[:, 0].int().tolist() == small.seen[4][1]
+    again.manager.close()
+
+
+def test_without_a_tracked_optimizer_each_batch_is_a_step(run_dir: Path) -> None:
+    chk = CFCheckpoint(model=torch.nn.Linear(8, 1))
+    manager = CFManager(str(run_dir), chk, mode=CFMode.MANUAL)
+    assert len(list(CFIterator([torch.ones(1)] * 4, bs=1, chk_freq=2, cf_manager=manager))) == 4
+    manager.close()
+    again = CFManager(str(run_dir), chk, mode=CFMode.MANUAL)
+    assert again.restore() == {"iter": 4, "steps_so_far": 4, "start_index": 4, "epoch": 0}
+    again.close()
 
 
 def test_steps_to_run_ends_the_run(run_dir: Path) -> None:

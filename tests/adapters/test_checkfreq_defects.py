@@ -114,13 +114,13 @@ def test_defect_06_generators_schedule_and_seed_come_back(run_dir: Path) -> None
     small.iterator.__next__()
     drawn = random.random(), float(numpy.random.rand()), torch.rand(2)
     rate = small.scheduler.get_last_lr()
-    seed = small.iterator.position()["seed"]
+    seed = small.manager.seed
     small.manager.close()
     again = reopened(run_dir)
     random.seed(0), numpy.random.seed(0), torch.manual_seed(0)  # what a script may do before its loop
     iter(again.iterator).__next__()
     assert (random.random(), float(numpy.random.rand())) == drawn[:2] and torch.equal(torch.rand(2), drawn[2])
-    assert again.scheduler.get_last_lr() == rate and again.iterator.position()["seed"] == seed
+    assert again.scheduler.get_last_lr() == rate and again.manager.seed == seed
     again.manager.close()
 
 

@@ -133,7 +133,9 @@ class CFManager:
         self._ckpt: stepwell.Checkpointer | None = None
         self._iterator: CFIterator | None = None
         self._generators: Generators | None = None
-        self._is_restored = False
+        self._opened_for = (0, _OVERHEAD)
+        self._is_restored = self._is_resumed = False
+        self.seed: int | None = None
         self._said_idle = False
 
     # -- opening ------------------------------------------------------------------------------------------------------
@@ -154,9 +156,10 @@ class CFManager:
         self._is_restored = True
         told, position = self._beside.given, self._beside.position
         self._beside.given = None
+        self.seed = None if position is None else position["seed"]
         self._generators = Generators()
         if self._iterator is not None:
-            self._iterator.resume(position, self.step, self._generators)
+            self._resume(self._iterator)
         return told if told is not None else _public(position)
 
     def _end_of(self, epoch: int) -> int | None:
@@ -179,6 +182,8 @@ class CFManager:
         """The run. What it is to do follows from the mode and from the iterator, if there is one already."""
         if self._ckpt is None:
             self._beside.manager = self
+            if self._iterator is not None:
+                self._opened_for = (self._iterator.frequency, self._iterator.overhead)
             self._ckpt = stepwell.Checkpointer(
                 self.chk_dir,
                 policy=self._policy(),
@@ -197,14 +202,22 @@ class CFManager:
         return stepwell.Every(steps=frequency) if frequency > 0 else _automatic(self._iterator.overhead)
 
     def attach(self, iterator: CFIterator) -> None:
-        """An iterator belongs to this manager from now on."""
-        self._iterator = iterator
-        is_guess_wrong = (iterator.frequency, iterator.overhead) != (0, _OVERHEAD) and self.mode is CFMode.AUTO
-        if self._ckpt is not None and is_guess_wrong:
+        """An iterator belongs to this manager from now on; the first one after a restore goes to its position."""
+        is_first, self._iterator = self._iterator is None, iterator
+        wanted = (iterator.frequency, iterator.overhead)
+        if self._ckpt is not None and self.mode is CFMode.AUTO and wanted != self._opened_for:
+            if not is_first:
+                raise stepwell.ConfigError(
+                    "another CFIterator with another chk_freq or max_overhead: a run has one of each"
+                )
             self._open_again()
         self.checkpointer()  # before the first step: it hooks the optimizers
-        if self._is_restored:
-            iterator.resume(self._beside.position, self.step, self._generators)
+        if self._is_restored and not self._is_resumed:
+            self._resume(iterator)
+
+    def _resume(self, iterator: CFIterator) -> None:
+        self._is_resumed = True
+        iterator.resume(self._beside.position, self.step, self._generators)
 
     def _open_again(self) -> None:
         """restore() had to guess the frequency, and the iterator wants another one."""

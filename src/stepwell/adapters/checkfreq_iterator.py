@@ -73,7 +73,6 @@ class CFIterator:
         self._is_seekable = isinstance(dataloader, DataLoader | Sequence)
         self._batch_size = _batch_size(dataloader, bs)
         self._source: Source | None = None
-        self._seed: int | None = None
         self._steps_to_run, self._steps_this_run = steps_to_run, 0
         self._since_save = 0
         self._exit = False
@@ -117,7 +116,6 @@ class CFIterator:
         self._generators, self._used_step = generators, step
         if position is None:
             return
-        self._seed = position["seed"]
         restored = _At(position["epoch"], position["iter"], position["start_index"], position["steps_so_far"])
         self._restored = restored
         self._is_untouched = self._is_exhausted = not self._is_seekable and position["ended"]
@@ -144,7 +142,8 @@ class CFIterator:
         self._mark()
         at, source = self._used, self._source
         order = {"order": source.order, "length": source.length()} if source else {"order": None, "length": None}
-        return {**at._asdict(), **order, "seed": self._seed, "ended": at == self._at and self._is_over()}
+        seed = None if self._manager is None else self._manager.seed
+        return {**at._asdict(), **order, "seed": seed, "ended": at == self._at and self._is_over()}
 
     def _mark(self) -> None:
         """If there was a step since the last look, it has used everything delivered."""
@@ -158,9 +157,11 @@ class CFIterator:
     def _open_source(self) -> Source:
         """The one place that turns a loader into something that begins anywhere."""
         if self._source is None:
-            if self._seed is None:
-                self._seed = torch.initial_seed()
-            self._source = make_source(self._dataloader, self._seed)
+            known = None if self._manager is None else self._manager.seed
+            seed = torch.initial_seed() if known is None else known
+            self._source = make_source(self._dataloader, seed)
+            if self._manager is not None:
+                self._manager.seed = seed  # for the next process, and for an iterator that follows this one
         return self._source
 
     def __iter__(self) -> CFIterator:
@@ -243,13 +244,13 @@ class CFIterator:
         if not self._is_delivered or self._manager is None:
             return
         self._is_delivered = False
-        before = self._manager.step
-        self._manager.checkpointer().step()
-        is_step = self._manager.step != before
-        self._mark()
-        if is_step and self._is_over():
-            self._save_end()
-        elif is_step and self._is_manual and 0 < self.frequency <= self._since_save:
+        before, is_over = self._manager.step, self._is_over()
+        if not is_over or not self._manager.chk.optimizers:
+            self._manager.checkpointer().step()
+            self._mark()
+        if is_over:
+            self._save_end()  # it ends the iteration too, so that a policy that is due does not save it once more
+        elif self._manager.step != before and self._is_manual and 0 < self.frequency <= self._since_save:
             self._save_surely(synchronous=True)
 
     def _end_epoch(self) -> None:

@@ -23,21 +23,20 @@ class Script:
 
     def __init__(self, server: Server, folder: Path, *command: str) -> None:
         self._server, self._folder, self._command = server, folder, list(command)
-        self._runs = 0
+        self._runs, self._log = 0, folder / "log"
         self.output = ""
+
+    def start(self, **settings: str) -> Trainer:
+        """One run; the caller waits for its end."""
+        self._runs += 1
+        self._log = self._folder / f"log.{self._runs}"
+        env = {"STEPWELL_LINGER": "20", **settings}
+        return Trainer(self._server, {"start": self._command, "env": env, "log": str(self._log), "namespace": 0})
 
     def run(self, **settings: str) -> int:
         """One run to its end; the exit status, negative for a signal."""
-        self._runs += 1
-        log = self._folder / f"log.{self._runs}"
-        request = {
-            "start": self._command,
-            "env": {"STEPWELL_LINGER": "20", **settings},
-            "log": str(log),
-            "namespace": 0,
-        }
-        status = Trainer(self._server, request).wait()
-        self.output = log.read_text()
+        status = self.start(**settings).wait()
+        self.output = self._log.read_text()
         return status
 
     def last_line(self) -> str:

@@ -196,6 +196,48 @@ def test_manager_without_an_iterator(run_dir: Path) -> None:
     again.manager.close()
 
 
+class Wrapped:
+    """An optimizer that is none of torch's, as mixed-precision wrappers are."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self) -> None:
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+def test_an_optimizer_that_is_none_of_torchs_is_guarded_and_counted(run_dir: Path) -> None:
+    model = torch.nn.Linear(8, 1)
+    wrapped = Wrapped(torch.optim.Adam(model.parameters()))
+    manager = CFManager(str(run_dir), CFCheckpoint(model=model, fp16=wrapped), mode=CFMode.AUTO)
+    for batch in CFIterator([torch.ones(4, 8)] * 5, chk_freq=2, cf_manager=manager):
+        model(batch).sum().backward()
+        manager.weight_update()
+    assert manager.step == 5
+    weights = model.weight.clone()
+    manager.close()
+    model.weight.data.zero_()
+    again = CFManager(str(run_dir), CFCheckpoint(model=model, fp16=wrapped), mode=CFMode.MANUAL)
+    again.restore()
+    assert torch.equal(model.weight, weights) and again.step == 5
+    again.close()
+
+
+@pytest.mark.filterwarnings("ignore:no automatic frequency")
+def test_automatic_mode_without_an_iterator_is_said_once(run_dir: Path) -> None:
+    small = Small(run_dir, mode=CFMode.AUTO, is_wrapped=False)
+    with pytest.warns(UserWarning, match="saves through a CFIterator"):
+        small.update(torch.ones(4, 8))
+    small.update(torch.ones(4, 8))  # a second warning would be an error
+    small.manager.close()
+
+
 def test_an_iterator_made_anew_for_each_epoch(run_dir: Path) -> None:
     """Some scripts build their loader in the loop over epochs; the order goes on as with one iterator."""
     whole = Small(run_dir / "whole", mode=CFMode.AUTO, chk_freq=2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from stepwell.journal import read_events
 from tests.adapters.scripts import Script, fork_server
-from tests.crash.harness import Server
+from tests.crash.harness import Server, wait_for
 
 SCRIPT = Path(__file__).parent / "train.py"
 STEPS_OF_EPOCH = 11
@@ -79,6 +81,32 @@ def test_killed_at_the_edge_of_an_epoch(
         kill = kill.partition(",")[2]
     assert script.last_line() == weights
     check_same_history(run_dir, history)
+
+
+@pytest.mark.parametrize("chance", range(3))
+def test_killed_from_outside_at_random_moments(
+    server: Server, run_dir: Path, uninterrupted: tuple[str, list[str]], chance: int
+) -> None:
+    weights, history = uninterrupted
+    draw = random.Random(chance)
+    script = Script(server, run_dir.parent, str(SCRIPT), str(run_dir))
+    kills = 0
+    for _ in range(6):
+        trainer = script.start(CF_MODE=draw.choice(["AUTO", "MANUAL"]), CF_FREQ=str(draw.randint(1, 4)))
+        steps = count_lines(run_dir) + draw.randint(1, 12)
+        wait_for(lambda: count_lines(run_dir) >= steps or trainer.has_ended(), "some steps")  # noqa: B023
+        time.sleep(draw.random() * 0.03)  # anywhere within a step
+        trainer.kill()
+        kills += trainer.wait() == -signal.SIGKILL
+    assert kills > 0
+    assert script.run(CF_MODE="MANUAL", CF_FREQ="3") == 0, script.output
+    assert script.last_line() == weights
+    check_same_history(run_dir, history)
+
+
+def count_lines(where: Path) -> int:
+    path = Path(f"{where}.ledger")
+    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def test_control_the_script_without_its_position_ends_differently(

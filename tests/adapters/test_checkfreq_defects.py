@@ -82,8 +82,10 @@ def test_defect_04_what_the_forward_pass_writes_is_of_the_trigger(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faults, "_slow_copy", 0.05)
-    small = Small(run_dir, mode=CFMode.AUTO, chk_freq=2)
-    small.train(batches=2)
+    small = Small(run_dir, mode=CFMode.AUTO, chk_freq=1)
+    small.train(batches=1)
+    small.manager.save(synchronous=True)  # memory is ready from here on
+    small.train(batches=1)
     weights = small.weights()
     batch = next(small.iterator)  # the trigger of step 2: from here on the state is being copied
     for _ in range(5):

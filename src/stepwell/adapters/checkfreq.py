@@ -67,6 +67,11 @@ class CFCheckpoint:
         found = self.tracking_map.items()
         return {name: one for name, one in found if hasattr(one, "param_groups") and callable(getattr(one, "step", 0))}
 
+    @property
+    def is_hooked(self) -> bool:
+        """Whether the Checkpointer sees the steps by itself: it hooks torch's optimizers only."""
+        return any(isinstance(one, torch.optim.Optimizer) for one in self.optimizers.values())
+
 
 class _Beside:
     """What is saved beside the tracked objects. Asked while a snapshot is taken, so it is of the same moment."""
@@ -223,14 +228,14 @@ class CFManager:
         """restore() had to guess the frequency, and the iterator wants another one."""
         assert self._ckpt is not None
         step = self.step
-        warnings.warn(
-            "CFIterator(chk_freq=, max_overhead=) after restore(): the checkpoint is read once more, and what was "
-            "changed in the tracked objects since restore() is lost. Make the CFIterator first, or change them later",
-            stacklevel=4,
-        )
         self._ckpt.close(save=False)
         self._ckpt = None
         if self._is_restored:
+            warnings.warn(
+                "CFIterator(chk_freq=, max_overhead=) after restore(): the checkpoint is read once more, and what was "
+                "changed in the tracked objects since is lost. Make the CFIterator first, or change them later",
+                stacklevel=4,
+            )
             self.checkpointer().restore(step=step)
             self._generators = Generators()
 

@@ -11,6 +11,7 @@ is counted only, and has to begin where `restore()` said; where nothing is left 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -233,7 +234,9 @@ class CFIterator:
 
     def _batches_of_epoch(self) -> int | None:
         if self._is_seekable:
-            return len(self._dataloader)
+            with contextlib.suppress(TypeError):  # a sampler that does not say how long it is
+                return len(self._dataloader)
+            return None
         size = getattr(self._dataloader, "_size", -1)
         return math.ceil(size / self._batch_size) if size > 0 else None
 
@@ -245,7 +248,7 @@ class CFIterator:
             return
         self._is_delivered = False
         before, is_over = self._manager.step, self._is_over()
-        if not is_over or not self._manager.chk.optimizers:
+        if not is_over or not self._manager.chk.is_hooked:
             self._manager.checkpointer().step()
             self._mark()
         if is_over:

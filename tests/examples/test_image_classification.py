@@ -121,6 +121,7 @@ def test_a_folder_of_pictures(server: Server, run_dir: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # four interpreters that load torch, one after the other
 def test_runner_with_the_originals_three_arguments(tmp_path: Path) -> None:
     runner = str(EXAMPLES / "run_image_classification.sh")
     env = {**os.environ, "PYTHON": sys.executable, "ARCH": "small"}

@@ -1,1 +1,1 @@
-"""What other frameworks need to be checkpointed, one module each."""
+"""Interfaces of other systems and sources of data, as thin layers over the public names of stepwell."""

@@ -366,6 +366,16 @@ def test_another_order_is_noticed(before: str, now: str) -> None:
     assert bool(second.drift(first.saved(first.at))) == (ours.get(before) != ours.get(now))
 
 
+def test_what_workers_read_ahead_does_not_count() -> None:
+    """A slow loop: the position after each batch is the same, with everything prefetched and with nothing."""
+    positions = []
+    for workers in (0, 1, 4):
+        options = {"num_workers": workers, "prefetch_factor": 16} if workers else {}
+        data = opened(DataLoader(Counted(), batch_size=4, shuffle=True, **options))  # type: ignore[arg-type]
+        positions.append([data.saved(data.at) for _ in data])
+    assert positions[0] == positions[1] == positions[2] and len(positions[0]) == 6
+
+
 @pytest.mark.parametrize("before", loaders())
 @pytest.mark.parametrize("now", ["in order", "shuffled", "subset", "own batch sampler"])
 def test_the_end_of_an_epoch_is_the_end_whatever_the_order_is_now(before: str, now: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -24,7 +24,6 @@ ORDER: Final = "feistel6/1"
 MOST: Final = 1 << 60
 _SORTED: Final = 1 << 16
 _ROUNDS: Final = 6
-_AT_ONCE: Final = 4096
 _LOW: Final = (1 << 32) - 1
 _FACTORS: Final = (0x7FEB352D, 0x5851F42D, 0x4C957F2D)
 """Odd and below 2**31: times a number below 2**32 they stay below 2**63."""
@@ -62,11 +61,6 @@ class Permutation:
         if self._inverse is None:
             self._inverse = torch.argsort(self._sorted)
         return self._inverse[samples]
-
-    def iterate(self, start: int = 0) -> Iterator[int]:
-        """Samples from a position to the end."""
-        for first in range(start, self.count, _AT_ONCE):
-            yield from self.at(torch.arange(first, min(first + _AT_ONCE, self.count))).tolist()
 
     def _walk(self, values: torch.Tensor, turn: _Turn) -> torch.Tensor:
         values = turn(values)

@@ -135,7 +135,6 @@ class Checkpointer:
         if only is None:
             return self._reopen(step=step, before=before, strict=strict).restored is not None
         self._may_abandon = True
-        only = {only} if isinstance(only, str) else only
         return load_only(self._paths, self._tracked, log=self._log, step=step, before=before, only=only, strict=strict)
 
     def _ensure_open(self) -> None:
@@ -230,7 +229,8 @@ class Checkpointer:
         elif self._pace.is_memory_due(step, is_epoch_end=is_end):
             self._save(block=False, durable=False)
         elif self._snapshotter.is_unprepared:
-            self._snapshotter.prepare(self._capture.flatten(self._own.capture(is_draft=True)))
+            with contextlib.suppress(StateError):  # said again, with its path, by the first save
+                self._snapshotter.prepare(self._capture.flatten(self._own.capture(is_draft=True)))
 
     def _count_step(self) -> bool:
         self._log.flush(until=self._steps.step)  # a step late: a tensor of this one would make the host wait
@@ -355,11 +355,11 @@ class Checkpointer:
 
     def close(self, *, save: bool = True) -> None:
         """Save the last step if it is not saved, wait until everything is durable, end the agent."""
-        if self._reopened is None or self._is_closed or os.getpid() != self._pid:
+        if self._is_closed or os.getpid() != self._pid:
             self._is_closed = True
             return
         try:
-            if save and not self._outcomes.is_lost:
+            if save and self._reopened is not None and not self._outcomes.is_lost:
                 self._count_step()
                 if self._pace.step != self._steps.step or self._outcomes.is_due_again:
                     self._save_surely()

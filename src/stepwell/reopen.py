@@ -132,10 +132,11 @@ def load_only(
     log: journal.EventLog,
     step: int | None,
     before: int | None,
-    only: set[str],
+    only: str | set[str],
     strict: bool,
 ) -> bool:
     """Take single objects out of a run and leave the run as it is: no lineage, no agent. False: nothing was there."""
+    only = {only} if isinstance(only, str) else only
     journal.speak_to_terminal()
     choices = choose(catalog.scan(paths), step=step, before=before, any_branch=True)
     restored, _, _ = _try_all(_from_disk(paths, choices, log), tracked, log, paths, only, strict)

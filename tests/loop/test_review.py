@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -253,3 +254,27 @@ def test_frozen_leaves_come_with_the_next_save_when_one_could_not_begin(
     assert small.ckpt.save().wait(30)
     small.ckpt.close()
     assert list(run_dir.glob("step-*/rank-00000.frozen.safetensors"))
+
+
+def test_a_checkpointer_that_was_never_opened_leaves_nothing(tmp_path: Path) -> None:
+    """No hook on the optimizer, no thread: also after restore(only=), which opens nothing."""
+    Small(tmp_path / "run").train()
+    before = {thread.name for thread in threading.enumerate()}
+    small = Small(tmp_path / "run")
+    assert small.ckpt.restore(only="model")
+    small.ckpt.close()
+    assert {thread.name for thread in threading.enumerate()} == before
+    small.model(torch.zeros(4, 8)).sum().backward()
+    small.optimizer.step()
+    assert not small.optimizer._optimizer_step_pre_hooks
+    with pytest.raises(ConfigError, match="closed"):
+        small.train()
+
+
+def test_an_object_that_cannot_be_saved_does_not_stop_training(tmp_path: Path) -> None:
+    """It is said when a checkpoint is due, and raised by save()."""
+    small = Small(tmp_path / "run", {"policy": stepwell.Never(), "track": {"odd": {"value": object()}}})
+    small.train(stop_after=3)
+    with pytest.raises(stepwell.StateError, match="odd"):
+        small.ckpt.save()
+    small.ckpt.close(save=False)

@@ -102,6 +102,17 @@ class Synchronous:
         os.close(descriptor)
 
 
+class OnDemand:
+    """A policy: an automatic checkpoint at the end of the iteration in which `due` was set."""
+
+    def __init__(self) -> None:
+        self.due = False
+
+    def is_due(self, moment: Any) -> bool:
+        found, self.due = self.due, False
+        return found
+
+
 class EveryNth:
     """Calls something after each nth iteration, and notes after which."""
 

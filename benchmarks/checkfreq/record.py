@@ -31,13 +31,13 @@ import torch  # noqa: E402
 from networks import NETWORKS  # noqa: E402
 from peer.machine import commit, machine  # noqa: E402
 
-QUICK = ("resnet18", "bert-large")
+QUICK = ("resnet18",)
 PATIENCE = 45.0
 """Seconds that a part may start up and run over before it is ended."""
 
 
 def parser(
-    text: str | None, *, seconds: float, networks: str = "", quick_seconds: float = 16
+    text: str | None, *, seconds: float, networks: str = "", quick_seconds: float = 30
 ) -> argparse.ArgumentParser:
     """The options that all have. `networks`: which ones by default, with commas; all seven where none is given."""
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -166,7 +166,7 @@ def environment(**more: str) -> dict[str, str]:
 def part(options: argparse.Namespace, arguments: dict[str, Any], *, seconds: float, **variables: str) -> dict[str, Any]:
     """Run this script with --part in a process of its own. Returns what it found, or {"error": why}."""
     with scratch(options) as folder:
-        given = {**arguments, "seconds": seconds, "folder": str(folder)}
+        given = {**arguments, "until": time.time() + seconds, "folder": str(folder)}
         flags = ["--out", str(options.out), "--device", options.device, "--precision", options.precision]
         flags += ["--quick"] if options.quick else []
         command = [sys.executable, sys.argv[0], *flags, "--part", json.dumps(given)]
@@ -185,6 +185,11 @@ def part(options: argparse.Namespace, arguments: dict[str, Any], *, seconds: flo
         return {"error": f"ended after {seconds + PATIENCE:.0f} s" if status == -1 else f"exit status {status}"}
 
 
+def left(arguments: dict[str, Any]) -> float:
+    """Seconds that a part still has."""
+    return arguments["until"] - time.time()
+
+
 def answer(arguments: dict[str, Any], found: dict[str, Any]) -> None:
     """A part says what it found; it may do so several times, the last one counts."""
     place = Path(arguments["folder"]) / "answer.json"
@@ -197,12 +202,12 @@ def for_networks(record: Record, names: Sequence[str], measure: Callable[[str, f
     """One part a network; what is left of the time is shared by those that are left."""
     options, started = record.options, time.monotonic()
     for at, name in enumerate(names):
-        left = options.seconds - (time.monotonic() - started)
-        share = NETWORKS[name].weight / sum(NETWORKS[other].weight for other in names[at:])
-        if left * share < 2:
+        rest = options.seconds - (time.monotonic() - started)
+        share = rest * NETWORKS[name].weight / sum(NETWORKS[other].weight for other in names[at:])
+        if share < 2:
             record.add(name, {"error": "no time was left"})
             continue
-        row = measure(name, left * share)
+        row = measure(name, share)
         record.add(name, row)
         line = row.get("error") or row.get("brief", "done")
         print(

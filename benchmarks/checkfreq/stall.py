@@ -58,7 +58,6 @@ def one_way(loop: Loop, way: str, folder: Path, iterations: int, every: int) -> 
 
 
 def measure(options: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    started = time.monotonic()
     work = build(arguments["network"], device=options.device, quick=options.quick, precision=options.precision)
     loop = Loop(work)
     clean_count, every = (10, 5) if options.quick else (30, 15)
@@ -68,8 +67,7 @@ def measure(options: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     begun, saver = time.monotonic(), Synchronous(Path(arguments["folder"]) / "probe", work)
     saver.save()
     synchronous = time.monotonic() - begun
-    left = arguments["seconds"] - (time.monotonic() - started)
-    room = left - 4 * clean_count * clean
+    room = record.left(arguments) - 4 * clean_count * clean
     fits = int(0.85 * room / (3 * clean + synchronous / every * 1.6))
     iterations = max(4 * every, min(ITERATIONS, fits) // every * every)
     found = {}

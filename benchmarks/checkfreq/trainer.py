@@ -1,0 +1,149 @@
+"""A training process that is going to be killed, and the parent's view of it.
+
+    python trainer.py '{"network": ..., "run": ..., "notes": ..., ...}'
+
+Owns:    the notes: when each life of the run reached what (one line each), and the step it is at (24 bytes, rewritten
+         after every step), both readable after a SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+STARTED = time.time()
+_STEP = struct.Struct("qdq")
+BEGUN, IMPORTED, BUILT, RESTORED, FIRST = "begun", "imported", "built", "restored", "first step"
+
+
+class Notes:
+    """Both sides: the trainer writes, the parent reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lines, self._at = folder / "lives.jsonl", folder / "step"
+        self._fd = -1
+
+    def say(self, what: str, *, moment: float | None = None, **facts: Any) -> None:
+        line = {"pid": os.getpid(), "what": what, "time": moment or time.time(), **facts}
+        with self._lines.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def step(self, number: int) -> None:
+        if self._fd < 0:
+            self._fd = os.open(self._at, os.O_RDWR | os.O_CREAT)
+        os.pwrite(self._fd, _STEP.pack(number, time.time(), os.getpid()), 0)
+
+    def now_at(self) -> tuple[int, float, int]:
+        """Step, when, and whose."""
+        try:
+            return _STEP.unpack(self._at.read_bytes())
+        except (OSError, struct.error):
+            return 0, 0.0, 0
+
+    def of(self, pid: int) -> dict[str, dict[str, Any]]:
+        """What a life has reached so far."""
+        try:
+            lines = [json.loads(line) for line in self._lines.read_text().splitlines()]
+        except (OSError, ValueError):
+            return {}
+        return {line["what"]: line for line in lines if line["pid"] == pid}
+
+
+class Lives:
+    """The parent's side: starts the run again and again."""
+
+    def __init__(self, folder: Path, **what: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.run, self.notes = folder / "run", Notes(folder)
+        self._what = {**what, "run": str(self.run), "notes": str(folder)}
+        self._log = folder / "trainer.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.started = 0.0
+
+    def start(self) -> int:
+        """Another life. Returns its process id."""
+        from record import HERE, environment
+
+        self.started = time.time()
+        command = [sys.executable, str(HERE / "trainer.py"), json.dumps(self._what)]
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
+        return self.process.pid
+
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def kill(self, *, agent: bool = False) -> None:
+        """SIGKILL the trainer, and with `agent` the agent too: then only the disk is left."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        if agent:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.agent_pid(), signal.SIGKILL)
+        self.process.wait()
+
+    def agent_pid(self) -> int:
+        """Of the last life. Raises ProcessLookupError."""
+        from trail import Trail
+
+        starts = Trail(self.run).of("start")
+        if not starts:
+            raise ProcessLookupError
+        pid = int(starts[-1]["agent_pid"])
+        with contextlib.suppress(OSError):
+            if b"stepwell" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        raise ProcessLookupError
+
+    def error(self) -> str:
+        """The last line of what the trainer said."""
+        lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
+        return lines[-1] if lines else "the trainer said nothing"
+
+
+def main() -> None:
+    what = json.loads(sys.argv[1])
+    notes = Notes(Path(what["notes"]))
+    notes.say(BEGUN, moment=STARTED)
+    import record  # noqa: F401
+    import torch
+    from networks import build
+    from peer.clock import Marks
+
+    import stepwell
+
+    notes.say(IMPORTED)
+    work = build(what["network"], device=what["device"], quick=what["quick"], precision=what["precision"])
+    if work.device.type == "cuda":
+        torch.cuda.synchronize()
+    notes.say(BUILT)
+    seconds, mtbf = what.get("every_seconds"), what.get("mtbf")
+    policy = stepwell.Every(seconds=seconds) if seconds else stepwell.Auto(mtbf=mtbf)
+    ckpt = stepwell.Checkpointer(what["run"], policy=policy, model=work.model, optimizer=work.optimizer)
+    ckpt.restore()
+    marks, step = Marks(work.device), ckpt.status().step
+    notes.say(RESTORED, step=step)
+    work.iterate()
+    if work.device.type == "cuda":
+        torch.cuda.synchronize()
+    notes.say(FIRST, step=step + 1)
+    while True:
+        marks.mark()
+        ckpt.step()
+        step += 1
+        notes.step(step)
+        work.iterate()
+
+
+if __name__ == "__main__":
+    main()

@@ -8,12 +8,14 @@ trainer alone (its agent lives: restored from memory), then trainer and agent (r
 restart     from starting the process to the end of its first step: interpreter, imports, CUDA, network, restore, step
 lost        steps that were done before the kill and have to be done again
 recovery    from starting the process until it has done the step that the killed one was at: restart and lost work
+            "without the process' start": restore, first step and lost work, without interpreter, imports, network
 epoch       COMPUTED: measured iteration x iterations of an ImageNet epoch (1,281,167 images / batch); with checkpoints
             at epoch boundaries half of it is lost on average. For BERT-Large as many sequences stand in.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -23,7 +25,7 @@ import record
 from networks import NETWORKS
 from record import ms, secs, times
 from trail import Trail, count_commits
-from trainer import BEGUN, BUILT, FIRST, IMPORTED, RESTORED, Lives
+from trainer import BEGUN, BUILT, FIRST, IMPORTED, RESTORED, Lives, Warm
 
 COMMITS = 4
 """Checkpoints of a life before it is killed."""
@@ -42,10 +44,11 @@ def wait_until(lives: Lives, reached: Callable[[], bool], until: float, what: st
         time.sleep(0.002)
 
 
-def measure(options: Any, name: str, seconds: float, dice: random.Random) -> dict[str, Any]:
+def measure(options: Any, name: str, seconds: float, dice: random.Random, source: Warm | None) -> dict[str, Any]:
     until, found = time.time() + seconds, {"network": name, "kills": []}
     with record.scratch(options) as folder:
-        lives = Lives(folder, network=name, device=options.device, quick=options.quick, precision=options.precision)
+        what = {"network": name, "device": options.device, "quick": options.quick, "precision": options.precision}
+        lives = Lives(folder, source=source, **what)
         try:
             pid = lives.start()
             wait_until(lives, lambda: FIRST in lives.notes.of(pid), until + record.PATIENCE, "the first step")
@@ -117,6 +120,11 @@ def _phases(started: float, reached: dict[str, dict[str, Any]]) -> dict[str, flo
     return found
 
 
+def own_seconds(kill: dict[str, Any]) -> float:
+    """Restore, first step and lost work: what is left where imports and CUDA cost nothing."""
+    return kill["recovery"] - sum(kill["phases"][what] for what in (BEGUN, IMPORTED, BUILT))
+
+
 def epoch_seconds(name: str, row: dict[str, Any]) -> float | None:
     return row["iteration"] * NETWORKS[name].iterations_per_epoch if "iteration" in row else None
 
@@ -125,23 +133,32 @@ def markdown(result: dict[str, Any]) -> str:
     lines = []
     for name, row in result["rows"].items():
         if "error" in row:
-            lines.append([record.label(name), row["error"], *[""] * 12])
+            lines.append([record.label(name), row["error"], *[""] * 13])
             continue
         epoch, network = epoch_seconds(name, row), NETWORKS[name]
         for kill in row["kills"]:
             phases = " + ".join(secs(value) for value in kill["phases"].values())
             cells = [record.label(name), kill["source"], ms(row.get("iteration")), secs(kill["interval"])]
             cells += [str(kill["lost"]), f"{kill['restart']:.1f}", phases, f"{kill['recovery']:.1f}"]
+            cells.append(f"{own_seconds(kill):.1f}")
             cells += [secs(network.talk_recovery), "yes" if kill["recovery"] <= network.talk_recovery else "no"]
             half = None if epoch is None else epoch / 2 + kill["restart"]
             gain = None if half is None else half / kill["recovery"]
             lines.append([*cells, secs(epoch), secs(half), times(gain), secs(network.talk_epoch_recovery)])
         if "note" in row:
-            lines.append([record.label(name), row["note"], *[""] * 12])
+            lines.append([record.label(name), row["note"], *[""] * 13])
     head = ["", "restored from", "iteration ms", "interval s", "lost steps", "restart s"]
-    head += ["= interpreter + imports + network + restore + first step", "recovery s", "the talk s", "at or below"]
+    head += [
+        "= interpreter + imports + network + restore + first step",
+        "recovery s",
+        "without the process' start s",
+        "the talk s",
+        "at or below",
+    ]
     head += ["epoch s (computed)", "epoch-boundary recovery s (computed, average)", "ratio", "the talk, epoch-based s"]
-    return f"# Recovery after SIGKILL\n\n{record.table(head, lines)}"
+    standby = " --standby" in result["command"]
+    start = "forked from a process that had imported torch (--standby)" if standby else "cold: all is imported anew"
+    return f"# Recovery after SIGKILL\n\nThe new process: {start}.\n\n{record.table(head, lines)}"
 
 
 def draw(result: dict[str, Any], pyplot: Any) -> None:
@@ -167,13 +184,17 @@ def draw(result: dict[str, Any], pyplot: Any) -> None:
 def main() -> None:
     made = record.parser(__doc__, seconds=360)
     made.add_argument("--seed", type=int, default=1, help="of the moments of the kills")
+    made.add_argument("--standby", action="store_true", help="the next process is forked from one with torch imported")
     options = record.parse(made)
     sheet = record.Record("recovery", options, markdown=markdown, draw=draw)
     if options.draw:
         sheet.redraw()
         return
     dice = random.Random(options.seed)
-    record.for_networks(sheet, options.networks, lambda name, left: measure(options, name, left, dice))
+    with contextlib.ExitStack() as stack:
+        log = options.out / "nursery.log"
+        source = stack.enter_context(Warm(log)) if options.standby else None
+        record.for_networks(sheet, options.networks, lambda name, left: measure(options, name, left, dice, source))
     sheet.finish()
 
 

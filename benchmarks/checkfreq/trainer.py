@@ -1,6 +1,10 @@
 """A training process that is going to be killed, and the parent's view of it.
 
     python trainer.py '{"network": ..., "run": ..., "notes": ..., ...}'
+    python trainer.py nursery        forks one for each such line that it reads
+
+A cold start imports all anew. A warm one is forked from a process (the nursery) that has imported torch and done
+nothing with it, as a launcher could that keeps one ready: its restart is short.
 
 Owns:    the notes: when each life of the run reached what (one line each), and the step it is at (24 bytes, rewritten
          after every step), both readable after a SIGKILL.
@@ -57,40 +61,89 @@ class Notes:
         return {line["what"]: line for line in lines if line["pid"] == pid}
 
 
+class Cold:
+    """Processes that are started from nothing."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, what: dict[str, Any]) -> int:
+        from record import HERE, environment
+
+        command = [sys.executable, str(HERE / "trainer.py"), json.dumps(what)]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
+        return self._process.pid
+
+    def is_alive(self, pid: int) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+
+class Warm:
+    """Processes that are forked from the nursery, which reaps them."""
+
+    def __init__(self, log: Path) -> None:
+        from record import HERE, environment
+
+        command = [sys.executable, str(HERE / "trainer.py"), "nursery"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with log.open("ab") as out:
+            self._nursery = subprocess.Popen(command, env=environment(), stderr=out, **pipes)
+        assert self._nursery.stdout is not None
+        self._nursery.stdout.readline()  # it has imported everything
+
+    def start(self, what: dict[str, Any]) -> int:
+        assert self._nursery.stdin is not None and self._nursery.stdout is not None
+        self._nursery.stdin.write(json.dumps(what) + "\n")
+        self._nursery.stdin.flush()
+        return int(self._nursery.stdout.readline())
+
+    def is_alive(self, pid: int) -> bool:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def __enter__(self) -> Warm:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._nursery.kill()
+        self._nursery.communicate()
+
+
 class Lives:
     """The parent's side: starts the run again and again."""
 
-    def __init__(self, folder: Path, **what: Any) -> None:
+    def __init__(self, folder: Path, *, source: Cold | Warm | None = None, **what: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.run, self.notes = folder / "run", Notes(folder)
         self._what = {**what, "run": str(self.run), "notes": str(folder)}
         self._log = folder / "trainer.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self._source = source or Cold(self._log)
+        self.pid = 0
         self.started = 0.0
 
     def start(self) -> int:
         """Another life. Returns its process id."""
-        from record import HERE, environment
-
         self.started = time.time()
-        command = [sys.executable, str(HERE / "trainer.py"), json.dumps(self._what)]
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
-        return self.process.pid
+        self.pid = self._source.start(self._what)
+        return self.pid
 
     def is_alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        return self.pid > 0 and self._source.is_alive(self.pid)
 
     def kill(self, *, agent: bool = False) -> None:
         """SIGKILL the trainer, and with `agent` the agent too: then only the disk is left."""
-        if self.process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
+        if self.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
         if agent:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.agent_pid(), signal.SIGKILL)
-        self.process.wait()
+        while self.is_alive():
+            time.sleep(0.001)
 
     def agent_pid(self) -> int:
         """Of the last life. Raises ProcessLookupError."""
@@ -111,10 +164,10 @@ class Lives:
         return lines[-1] if lines else "the trainer said nothing"
 
 
-def main() -> None:
-    what = json.loads(sys.argv[1])
+def train(what: dict[str, Any], begun: float) -> None:
+    """Until it is killed."""
     notes = Notes(Path(what["notes"]))
-    notes.say(BEGUN, moment=STARTED)
+    notes.say(BEGUN, moment=begun)
     import record  # noqa: F401
     import torch
     from networks import build
@@ -145,5 +198,32 @@ def main() -> None:
         work.iterate()
 
 
+def nursery() -> None:
+    """Imports, then forks a trainer for each line. No operation, no CUDA here: they do not survive a fork."""
+    import record  # noqa: F401
+    import torch
+    import torch._dynamo  # the first optimizer would
+    from networks import NETWORKS  # noqa: F401
+
+    import stepwell  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import torchvision  # noqa: F401
+    assert not torch.cuda.is_initialized()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    print("ready", flush=True)
+    while line := sys.stdin.readline():
+        pid = os.fork()
+        if pid == 0:
+            begun = time.time()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.dup2(2, 1)
+            train(json.loads(line), begun)
+        print(pid, flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "nursery":
+        nursery()
+    else:
+        train(json.loads(sys.argv[1]), STARTED)

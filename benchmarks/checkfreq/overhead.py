@@ -32,8 +32,9 @@ import stepwell
 BOUND, WANTED = 0.035, 20
 
 
-def measure(options: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    work = build(arguments["network"], device=options.device, quick=options.quick, precision=options.precision)
+def measure(options: Any, arguments: dict[str, Any], *, batch: int | None = None) -> dict[str, Any]:
+    kind = {"device": options.device, "quick": options.quick, "precision": options.precision}
+    work = build(arguments["network"], batch=batch, **kind)
     loop, folder = Loop(work), Path(arguments["folder"])
     loop.run(count=5)
     loop.run(seconds=0.5 if options.quick else 4)  # clocks settle, too
@@ -85,6 +86,7 @@ def automatic_figures(
         "iterations": segment.count,
         "seconds": sum(spans(segment, lengths)),
         "commits": len(saved),
+        "nbytes": saved[-1].nbytes if saved else 0,
         "skipped": len(trail.of("snapshot-skipped")),
         "strategies": sorted({item.strategy for item in saved}),
         "waited": summary([item.waited for item in saved[1:]]),

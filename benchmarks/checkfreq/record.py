@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -54,8 +55,15 @@ def parser(
     return made
 
 
+def die_with_parent() -> None:
+    """Nothing is left behind by an experiment that is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
     options = made.parse_args()
+    if options.part:
+        die_with_parent()
     if options.seconds is None:
         options.seconds = options.usual_quick if options.quick else options.usual_seconds
     usual = options.usual_networks or ",".join(QUICK if options.quick else NETWORKS)

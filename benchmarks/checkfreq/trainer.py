@@ -168,13 +168,14 @@ def train(what: dict[str, Any], begun: float) -> None:
     """Until it is killed."""
     notes = Notes(Path(what["notes"]))
     notes.say(BEGUN, moment=begun)
-    import record  # noqa: F401
+    import record
     import torch
     from networks import build
     from peer.clock import Marks
 
     import stepwell
 
+    record.die_with_parent()
     notes.say(IMPORTED)
     work = build(what["network"], device=what["device"], quick=what["quick"], precision=what["precision"])
     if work.device.type == "cuda":
@@ -200,7 +201,7 @@ def train(what: dict[str, Any], begun: float) -> None:
 
 def nursery() -> None:
     """Imports, then forks a trainer for each line. No operation, no CUDA here: they do not survive a fork."""
-    import record  # noqa: F401
+    import record
     import torch
     import torch._dynamo  # the first optimizer would
     from networks import NETWORKS  # noqa: F401
@@ -209,6 +210,8 @@ def nursery() -> None:
 
     with contextlib.suppress(ImportError):
         import torchvision  # noqa: F401
+        from transformers import BertForMaskedLM  # noqa: F401
+    record.die_with_parent()
     assert not torch.cuda.is_initialized()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print("ready", flush=True)

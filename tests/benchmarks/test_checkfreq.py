@@ -27,7 +27,7 @@ def run(name: str, out: Path, *options: str) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_the_stall_of_three_ways(tmp_path: Path) -> None:
-    result = run("stall", tmp_path, "--seconds", "1")
+    result = run("stall", tmp_path, "--seconds", "4")
     assert result["commit"] == "under test" and result["machine"] and result["date"] and result["command"]
     row = result["rows"]["vgg16"]  # type: ignore[index]
     assert set(row["ways"]) == {"synchronous", "persist-only", "pipelined"}
@@ -35,6 +35,7 @@ def test_the_stall_of_three_ways(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("scratch-*"))
 
 
+@pytest.mark.slow
 def test_goodput_by_simulation(tmp_path: Path) -> None:
     rows = run("goodput", tmp_path, "--no-real")["rows"]
     curves = [curve for row in rows.values() for curve in row["curves"]]  # type: ignore[attr-defined]

@@ -91,6 +91,7 @@ def automatic_figures(
         "strategies": sorted({item.strategy for item in saved}),
         "waited": summary([item.waited for item in saved[1:]]),
         "durable": summary([item.committed - loop.wall - ends[at[item.step]] for item in saved[1:]]),
+        "write": summary([event["seconds"] for event in trail.of("persist")][1:]),
         "overhead_with_start": everything,
         "sentence": auto["sentence"],
         "decisions": [_decision(event) for event in decisions],
@@ -155,7 +156,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = []
     for name, row in result["rows"].items():
         if "error" in row or "overhead" not in row:
-            lines.append([record.label(name), row.get("error") or row["note"], *[""] * 15])
+            lines.append([record.label(name), row.get("error") or row["note"], *[""] * 16])
             continue
         last, auto, sync = row["decisions"][-1], row["overhead"], row.get("sync_overhead")
         dearer = None if sync is None else sync / max(auto, row["noise"], 1e-4)
@@ -174,7 +175,17 @@ def markdown(result: dict[str, Any]) -> str:
             ms(row["cost"]),
         ]
         lines.append([*cells, percent(sync), times(dearer)])
-    head = ["", "state MB", "batch", "clean iteration ms", "commits", "chosen s (term)", "t_budget s", "t_pipe s"]
+    head = [
+        "",
+        "state MB",
+        "batch",
+        "clean iteration ms",
+        "commits",
+        "chosen s (term)",
+        "t_budget s",
+        "t_pipe s",
+        "the write alone s",
+    ]
     head += [
         "chosen : max of both",
         "iterations between",

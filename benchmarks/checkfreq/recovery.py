@@ -51,7 +51,6 @@ def measure(options: Any, name: str, seconds: float, dice: random.Random, source
         lives = Lives(folder, source=source, **what)
         try:
             pid = lives.start()
-            wait_until(lives, lambda: FIRST in lives.notes.of(pid), until + record.PATIENCE, "the first step")
             for agent in (False, True):
                 pid = life(lives, pid, found, until=until, agent=agent, dice=dice)
         except TooLong as error:
@@ -67,6 +66,7 @@ def measure(options: Any, name: str, seconds: float, dice: random.Random, source
 
 def life(lives: Lives, pid: int, found: dict[str, Any], *, until: float, agent: bool, dice: random.Random) -> int:
     """Let it train, kill it at a random moment, start the next one and wait until it is where this one was."""
+    wait_until(lives, lambda: lives.notes.now_at()[2] == pid, until + record.PATIENCE, "the first step")
     committed, begin = count_commits(lives.run), lives.notes.now_at()
     share = time.time() + max(1.0, (until - time.time()) * (0.4 if agent else 0.3))
 
@@ -80,7 +80,7 @@ def life(lives: Lives, pid: int, found: dict[str, Any], *, until: float, agent: 
     wait_until(lives, lambda: time.time() > moment, until + record.PATIENCE, "the moment of the kill")
     lives.kill(agent=agent)
     step, killed, _ = lives.notes.now_at()
-    iteration = (killed - begin[1]) / max(1, step - begin[0]) if begin[2] == pid else None
+    iteration = (killed - begin[1]) / max(1, step - begin[0])
     following = lives.start()
     wait_until(
         lives,
@@ -92,8 +92,7 @@ def life(lives: Lives, pid: int, found: dict[str, Any], *, until: float, agent: 
     restores = Trail(lives.run).of("restore")
     back = reached[RESTORED]["step"]
     restart = reached[FIRST]["time"] - lives.started
-    if iteration is not None:
-        found["iteration"] = iteration
+    found["iteration"] = iteration
     found["kills"].append(
         {
             "agent_killed": agent,
@@ -125,8 +124,8 @@ def own_seconds(kill: dict[str, Any]) -> float:
     return kill["recovery"] - sum(kill["phases"][what] for what in (BEGUN, IMPORTED, BUILT))
 
 
-def epoch_seconds(name: str, row: dict[str, Any]) -> float | None:
-    return row["iteration"] * NETWORKS[name].iterations_per_epoch if "iteration" in row else None
+def epoch_seconds(name: str, row: dict[str, Any]) -> float:
+    return row["iteration"] * NETWORKS[name].iterations_per_epoch
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -138,13 +137,14 @@ def markdown(result: dict[str, Any]) -> str:
         epoch, network = epoch_seconds(name, row), NETWORKS[name]
         for kill in row["kills"]:
             phases = " + ".join(secs(value) for value in kill["phases"].values())
-            cells = [record.label(name), kill["source"], ms(row.get("iteration")), secs(kill["interval"])]
+            cells = [record.label(name), kill["source"], ms(row["iteration"]), secs(kill["interval"])]
             cells += [str(kill["lost"]), f"{kill['restart']:.1f}", phases, f"{kill['recovery']:.1f}"]
             cells.append(f"{own_seconds(kill):.1f}")
             cells += [secs(network.talk_recovery), "yes" if kill["recovery"] <= network.talk_recovery else "no"]
-            half = None if epoch is None else epoch / 2 + kill["restart"]
-            gain = None if half is None else half / kill["recovery"]
-            lines.append([*cells, secs(epoch), secs(half), times(gain), secs(network.talk_epoch_recovery)])
+            half = epoch / 2 + kill["restart"]
+            lines.append(
+                [*cells, secs(epoch), secs(half), times(half / kill["recovery"]), secs(network.talk_epoch_recovery)]
+            )
         if "note" in row:
             lines.append([record.label(name), row["note"], *[""] * 13])
     head = ["", "restored from", "iteration ms", "interval s", "lost steps", "restart s"]
@@ -167,7 +167,7 @@ def draw(result: dict[str, Any], pyplot: Any) -> None:
     for at, (name, row) in enumerate(rows.items()):
         epoch, talk = epoch_seconds(name, row), NETWORKS[name].talk_recovery
         bars = [(f"from {kill['source']}", kill["recovery"]) for kill in row["kills"]]
-        bars += [("the talk", talk)] + ([("half an epoch, computed", epoch / 2)] if epoch else [])
+        bars += [("the talk", talk), ("half an epoch, computed", epoch / 2)]
         for shift, (_, value) in enumerate(bars):
             axis.bar(at + 0.2 * (shift - 1.5), value, 0.18, color=f"C{shift}")
             axis.text(at + 0.2 * (shift - 1.5), value, f"{value:.3g}", ha="center", va="bottom", fontsize=7)

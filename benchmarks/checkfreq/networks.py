@@ -146,10 +146,10 @@ class Work:
         return self.model(input_ids=tokens, labels=tokens).loss
 
     def state_bytes(self) -> int:
-        """Of what a checkpoint holds, once the optimizer has stepped."""
+        """Of what a checkpoint holds, once the optimizer has stepped; tied weights once."""
         held = [value for state in self.optimizer.state.values() for value in state.values()]
-        tensors = [*self.model.state_dict().values(), *held]
-        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+        tensors = [value for value in (*self.model.state_dict().values(), *held) if isinstance(value, torch.Tensor)]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def _full(network: Network) -> nn.Module:

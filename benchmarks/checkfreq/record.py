@@ -181,7 +181,7 @@ def part(options: argparse.Namespace, arguments: dict[str, Any], *, seconds: flo
         process = subprocess.Popen(command, env=environment(**variables), start_new_session=True)
         try:
             status = process.wait(seconds + PATIENCE)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # interrupted: what the part has said is kept
             status = -1
         finally:
             with contextlib.suppress(ProcessLookupError):

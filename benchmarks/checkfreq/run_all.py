@@ -22,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 EXPERIMENTS = {"stall": 150, "strategies": 150, "overhead": 540, "recovery": 360, "interference": 300, "goodput": 240}
 """Seconds by default; with another --deadline they shrink or grow together."""
-QUICK_SECONDS = 25
+QUICK_SECONDS = 45
 OVER = 60.0
 
 
@@ -36,9 +36,9 @@ def run(name: str, options: argparse.Namespace, seconds: float, passed: list[str
         status: int | str = process.wait(seconds + OVER)
     except subprocess.TimeoutExpired:
         status = "ended: it took too long"
-        process.send_signal(signal.SIGINT)  # parts are sessions of their own: it ends them itself
+        process.send_signal(signal.SIGINT)  # it ends its parts, and writes what they had found
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
+            process.wait(10)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -152,56 +152,43 @@ def synchronous_figures(turns: list[int], before: Segment, after: Segment, lengt
     return {"sync_overhead": spent / (count * clean) - 1, "sync_cost": cost, "sync_saves": len(turns)}
 
 
+def columns(name: str, row: dict[str, Any]) -> dict[str, str]:
+    last, auto, sync = row["decisions"][-1], row["overhead"], row.get("sync_overhead")
+    return {
+        "": record.label(name),
+        "state MB": f"{row['state_bytes'] / 1e6:.0f}",
+        "batch": str(row["batch"]),
+        "clean iteration ms": ms(row["clean"]),
+        "commits": str(row["commits"]),
+        "chosen s (term)": f"{secs(row['chosen'])} ({last['term']})",
+        "t_budget s": secs(last["budget"]),
+        "t_pipe s": secs(last["pipe"]),
+        "the write alone s": secs(row["write"].get("median")),
+        "chosen : max of both": times(row["ratio"]),
+        "iterations between": f"{row['every']} = {secs(row['spacing'])} s",
+        "overhead": percent(auto),
+        "within the run": percent(row["overhead_in_run"]),
+        "with the start": percent(row["overhead_with_start"]),
+        "noise": percent(row["noise"]),
+        "cost of one ms": ms(row["cost"]),
+        "synchronous": percent(sync),
+        "synchronous : automatic": times(None if sync is None else sync / max(auto, row["noise"], 1e-4)),
+    }
+
+
 def markdown(result: dict[str, Any]) -> str:
-    lines = []
-    for name, row in result["rows"].items():
-        if "error" in row or "overhead" not in row:
-            lines.append([record.label(name), row.get("error") or row["note"], *[""] * 16])
-            continue
-        last, auto, sync = row["decisions"][-1], row["overhead"], row.get("sync_overhead")
-        dearer = None if sync is None else sync / max(auto, row["noise"], 1e-4)
-        cells = [record.label(name), f"{row['state_bytes'] / 1e6:.0f}", str(row["batch"]), ms(row["clean"])]
-        cells += [
-            str(row["commits"]),
-            f"{secs(row['chosen'])} ({last['term']})",
-            secs(last["budget"]),
-            secs(last["pipe"]),
-        ]
-        cells += [times(row["ratio"]), f"{row['every']} = {secs(row['spacing'])} s", percent(auto)]
-        cells += [
-            percent(row["overhead_in_run"]),
-            percent(row["overhead_with_start"]),
-            percent(row["noise"]),
-            ms(row["cost"]),
-        ]
-        lines.append([*cells, percent(sync), times(dearer)])
-    head = [
-        "",
-        "state MB",
-        "batch",
-        "clean iteration ms",
-        "commits",
-        "chosen s (term)",
-        "t_budget s",
-        "t_pipe s",
-        "the write alone s",
-    ]
-    head += [
-        "chosen : max of both",
-        "iterations between",
-        "overhead",
-        "within the run",
-        "with the start",
-        "noise",
-        "cost of one ms",
-    ]
-    head += ["synchronous", "synchronous : automatic"]
     text = (
         f"# Overhead of the automatic frequency, bound {100 * BOUND:.1f} %\n\nTargets: overhead at most 3.5 %, at least"
         f" {WANTED} commits, chosen at most 1.2x max(t_budget, t_pipe), synchronous at least 5x as much. The last"
         " column takes the noise as the overhead where that is larger. The failure rate is unknown.\n\n"
     )
-    return text + record.table(head, lines)
+    good = {name: columns(name, row) for name, row in result["rows"].items() if "overhead" in row}
+    if good:
+        text += record.table(list(next(iter(good.values()))), [list(row.values()) for row in good.values()])
+    for name, row in result["rows"].items():
+        if name not in good:
+            text += f"\n{record.label(name)}: {row.get('error') or row['note']}\n"
+    return text
 
 
 def draw(result: dict[str, Any], pyplot: Any) -> None:

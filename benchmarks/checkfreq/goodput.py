@@ -199,7 +199,7 @@ def draw(result: dict[str, Any], pyplot: Any) -> None:
 
 
 def main() -> None:
-    made = record.parser(__doc__, seconds=240, networks="resnet18", quick_seconds=45)
+    made = record.parser(__doc__, seconds=240, networks="resnet18", quick_seconds=32)
     made.add_argument("--mtbf", type=float, help="seconds between real failures (default: an eighth of a run's time)")
     made.add_argument("--seed", type=int, default=1, help="of the moments of the kills")
     made.add_argument("--no-real", action="store_true", help="only the simulation")

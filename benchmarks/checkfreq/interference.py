@@ -253,7 +253,7 @@ def draw(result: dict[str, Any], pyplot: Any) -> None:
 
 
 def main() -> None:
-    made = record.parser(__doc__, seconds=300, networks="vgg16", quick_seconds=35)
+    made = record.parser(__doc__, seconds=300, networks="vgg16", quick_seconds=20)
     made.add_argument("--server-network", choices=list(NETWORKS), default="resnet50", help="on the small server")
     options = record.parse(made)
     if options.part:

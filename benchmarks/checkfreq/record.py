@@ -38,7 +38,7 @@ PATIENCE = 45.0
 
 
 def parser(
-    text: str | None, *, seconds: float, networks: str = "", quick_seconds: float = 30
+    text: str | None, *, seconds: float, networks: str = "", quick_seconds: float = 22
 ) -> argparse.ArgumentParser:
     """The options that all have. `networks`: which ones by default, with commas; all seven where none is given."""
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,9 +25,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "src"))  # a checko
 
 from peer import figures, limits, picture, report
 from peer.conductor import Conductor, Settings
+from peer.machine import REPOSITORY, commit, machine
 from peer.rows import ROWS
-
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def arguments() -> argparse.Namespace:
@@ -64,30 +61,6 @@ def chosen(options: argparse.Namespace) -> list[str]:
     names = [name for name in ROWS if (not only or name in only) and name not in skip]
     random.Random(options.seed).shuffle(names)
     return names
-
-
-def machine(device: str) -> dict[str, str]:
-    import torch
-
-    memory = Path("/proc/meminfo").read_text().splitlines()[0].split()[1]
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    processor = names[0].split(":")[1].strip() if names else platform.machine()
-    found = {"cores": str(os.cpu_count()), "processor": processor}
-    found["memory"] = f"{int(memory) / 1e6:.0f} GB"
-    found["kernel"], found["python"], found["torch"] = platform.release(), platform.python_version(), torch.__version__
-    found["device"] = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    return found
-
-
-def commit() -> str:
-    if "STEPWELL_BENCH_COMMIT" in os.environ:  # a copy of the tree, whose own history is another one's
-        return os.environ["STEPWELL_BENCH_COMMIT"]
-    command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    if answer.returncode:
-        return "unknown"
-    status = subprocess.run([*command[:3], "status", "--porcelain"], capture_output=True, text=True, check=False)
-    return answer.stdout.strip() + (" (with changes)" if status.stdout.strip() else "")
 
 
 class Bar:

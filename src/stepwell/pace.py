@@ -189,6 +189,8 @@ class Pace:
 
     def is_due(self, step: int, *, is_epoch_end: bool) -> bool:
         """Whether a checkpoint is due."""
+        if self._tempo is not None and self._tempo.chosen is None and self._lives:
+            return False  # the first one is being measured
         interval = None if self._tempo is None else self._tempo.interval()
         return self._disk.is_due(step, is_epoch_end=is_epoch_end, interval=interval)
 

@@ -77,7 +77,7 @@ def test_a_suspect_one_says_so(made_run: Path) -> None:
 
 def test_the_policy_of_a_run_that_decides(tmp_path: Path) -> None:
     small = automatic(tmp_path / "run")
-    small.train(stop_after=60)
+    small.train_until_decided()
     small.ckpt.close()
     out = good("show", "--policy", tmp_path / "run").out
     assert " ".join(out.split()).startswith("A checkpoint every ")

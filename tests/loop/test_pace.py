@@ -23,7 +23,15 @@ class Longer(Small):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.numbers.count = 400
+        self.numbers.count = 80_000
+
+    def train_until_decided(self, commits: int = 1) -> None:
+        """Until there is an interval, and so many checkpoints are committed."""
+        for batch in self.ckpt.data:
+            self.update(batch)
+            if self.ckpt.status().policy.startswith("A checkpoint every") and len(self.events("commit")) >= commits:
+                return
+        raise AssertionError(self.ckpt.status().policy)
 
 
 def automatic(where: Path, **options: Any) -> Longer:
@@ -34,7 +42,7 @@ def test_it_decides_and_says_why(tmp_path: Path) -> None:
     small = automatic(tmp_path / "run")
     small.ckpt.restore()
     assert "when the first one is measured" in small.ckpt.status().policy
-    small.train(stop_after=120)
+    small.train_until_decided(commits=4)
     text = small.ckpt.status().policy
     small.ckpt.close()
     decisions = small.events("decision")
@@ -46,9 +54,20 @@ def test_it_decides_and_says_why(tmp_path: Path) -> None:
     assert text == decisions[-1]["sentence"] or text.startswith("A checkpoint every")
 
 
+def test_the_first_one_is_measured_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes to become durable."""
+    small = automatic(tmp_path / "run")
+    monkeypatch.setattr(small.ckpt._pace, "end", lambda sequence, is_durable: None)
+    monkeypatch.setattr(small.ckpt._outcomes.uploads, "_on_decided", lambda sequence, is_durable: None)
+    small.train(stop_after=60)
+    small.ckpt.wait()
+    small.ckpt.close(save=False)
+    assert len(small.events("snapshot")) == 1 and not small.events("snapshot-skipped")[5:]
+
+
 def test_a_shorter_way_to_say_it(tmp_path: Path) -> None:
     small = Longer(tmp_path / "run", {"policy": None, "overhead": 0.2})
-    small.train(stop_after=60)
+    small.train_until_decided()
     small.ckpt.close()
     assert {decision["overhead_bound"] for decision in small.events("decision")} == {0.2}
     with pytest.raises(ConfigError, match=r"policy=Auto\(overhead=...\) says both"):
@@ -57,7 +76,7 @@ def test_a_shorter_way_to_say_it(tmp_path: Path) -> None:
 
 def test_a_recovery_point_that_cannot_be_met_is_told(tmp_path: Path) -> None:
     small = automatic(tmp_path / "run", policy=stepwell.Auto(recovery_point=1e-6))
-    small.train(stop_after=80)
+    small.train_until_decided()
     small.ckpt.close()
     assert "cannot be promised" in small.events("infeasible")[0]["problem"]
     assert "cannot be promised" in small.events("decision")[-1]["sentence"]
@@ -65,7 +84,7 @@ def test_a_recovery_point_that_cannot_be_met_is_told(tmp_path: Path) -> None:
 
 def test_what_was_measured_is_remembered(tmp_path: Path) -> None:
     first = automatic(tmp_path / "run")
-    first.train(stop_after=60)
+    first.train_until_decided()
     first.ckpt.close()
     history = read_history(tmp_path / "run" / "history.json")
     assert history.ended == CLOSED and history.checkpoint is not None and history.durable
@@ -80,7 +99,7 @@ def test_what_was_measured_is_remembered(tmp_path: Path) -> None:
 
 def test_and_measured_again_when_the_state_is_another_one(tmp_path: Path) -> None:
     first = automatic(tmp_path / "run")
-    first.train(stop_after=60)
+    first.train_until_decided()
     first.ckpt.close()
     again = automatic(tmp_path / "run")
     again.model[0] = torch.nn.Linear(8, 16).double()

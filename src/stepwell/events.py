@@ -246,7 +246,8 @@ class Told(Event):
     grace: float
 
     def text(self) -> str:
-        return f"{self.by}: told to leave within {self.grace:.1f} s"
+        again = "; once more to leave at once" if self.by == "SIGINT" else ""
+        return f"{self.by}: the running step is finished and saved, within {self.grace:.0f} s{again}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ Holds:   a handler only notes what it was told: everything else waits until the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -110,19 +111,20 @@ class Leave:
         _listening.add(self)
 
     def stop(self) -> None:
-        """Give the signals back."""
-        for number, before in self._previous.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, before)
-        self.deafen()
-        self._previous = {}
+        """Give the signals back: at once in the main thread, else each when it comes."""
+        self._is_over = True
+        if threading.current_thread() is threading.main_thread():
+            for number, before in self._previous.items():
+                if signal.getsignal(number) == self._on_signal:
+                    signal.signal(number, before)
+            self.deafen()
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._is_over = True
-            os.write(self._ends[1], b"\0")
+            self._wake()
             thread.join()
-            for fd in self._ends:
-                os.close(fd)
+            if not self._is_woken:
+                for fd in self._ends:
+                    os.close(fd)
 
     def deafen(self) -> None:
         """Signals of this process do not wake the thread any more."""
@@ -131,10 +133,13 @@ class Leave:
             self._is_woken = False
             signal.set_wakeup_fd(-1)
 
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is full: the thread is awake
+            os.write(self._ends[1], b"\0")
+
     def finish(self, order: Order, save: Callable[[], object] | None, wait: Callable[[float], None]) -> None:
         """An iteration is over: make its checkpoint, unless it is made, and wait for the disk while there is time."""
         step, is_durable, reason = self._step(), False, "another process of the run died; what is complete is written"
-        self._log.emit(events.Told(step=step, by=order.by, grace=order.seconds_left))
         if not order.is_for_peer:
             try:
                 if save is not None:
@@ -159,10 +164,12 @@ class Leave:
         raise SystemExit(self.order.status)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a worker of the loader, forked from us
-            if number != signal.SIGINT:  # Ctrl-C reaches all: the workers are needed until the iteration is over
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
+        is_ours = os.getpid() == self._pid
+        if not is_ours and number == signal.SIGINT:
+            return  # Ctrl-C reaches all: the loader's forked workers are needed until the iteration is over
+        if not is_ours or self._is_over:
+            signal.signal(number, self._previous[number] if is_ours else signal.SIG_DFL)
+            os.kill(os.getpid(), number)
             return
         self._signals += 1
         if self._signals > 1:
@@ -170,7 +177,7 @@ class Leave:
                 raise KeyboardInterrupt  # the second Ctrl-C: now
             return
         self._take(number)
-        before = self._previous.get(number)
+        before = self._previous[number]
         if callable(before) and before is not signal.default_int_handler:
             try:
                 before(number, frame)
@@ -185,6 +192,7 @@ class Leave:
             status, grace = PEER_DIED, min(grace, _STUCK_SECONDS)
         if self.order is None:
             self.order = Order(signal.Signals(number).name if number else "notice", now, now + grace, status)
+            self._wake()
 
     def _is_noticed(self) -> bool:
         if self._notice is None:
@@ -204,17 +212,23 @@ class Leave:
             elif self._is_noticed():
                 self._take(0)
         if self.order is not None:
+            self._log.emit(events.Told(step=self._step(), by=self.order.by, grace=self.order.seconds_left))
             self._wait_out(self.order)
 
     def _wait_out(self, order: Order) -> None:
         """Until the process is gone, one way or the other."""
-        while not self._is_over:
-            if not order.seconds_left:
-                self._say(order, "the grace time is over; what is complete is being written", is_durable=False)
-                self._on_deadline()
-                time.sleep(_LAST_WORDS)
-                os._exit(order.status)
+        while not self._is_over and order.seconds_left:
             time.sleep(min(order.seconds_left, 0.05))
+        if self._is_over:
+            return
+        self._say(order, "the grace time is over; what is complete is being written", is_durable=False)
+        self._on_deadline()
+        if order.by == "SIGINT":
+            # A person is there, maybe in a notebook: an exception, not the end of everything.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            return
+        time.sleep(_LAST_WORDS)
+        os._exit(order.status)
 
 
 _listening: weakref.WeakSet[Leave] = weakref.WeakSet()

@@ -175,6 +175,15 @@ def test_an_iteration_that_does_not_end_is_left_when_the_time_is_over(where: Pat
     assert read_history(where / "history.json").ended == TOLD
 
 
+def test_ctrl_c_in_an_iteration_that_does_not_end_becomes_an_exception(where: Path) -> None:
+    """A person is there: the interpreter lives on, as after any Ctrl-C."""
+    leaver = Leaver(where, at=5, grace=1)
+    leaver.until("middle")
+    leaver.process.send_signal(signal.SIGINT)
+    assert leaver.end() == -signal.SIGINT
+    assert not leaver.events("left")[0]["durable"]
+
+
 @pytest.mark.parametrize("has_notice", [False, True])
 def test_a_launcher_ends_everybody_when_one_dies(where: Path, has_notice: bool) -> None:
     """Then there is nothing to save; with a notice it is a preemption."""

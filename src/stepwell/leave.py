@@ -16,7 +16,6 @@ import select
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -78,7 +77,6 @@ class Leave:
         self._on_deadline = on_deadline
         self._previous: dict[int, Any] = {}
         self._ends = (-1, -1)
-        self._is_woken = False
         self._thread: threading.Thread | None = None
         self._is_over = False
         self._pid = 0
@@ -103,12 +101,6 @@ class Leave:
                 continue  # ignored on purpose (nohup), or somebody's in C, which could not be called from here
             self._previous[number] = before
             signal.signal(number, self._on_signal)
-        # Handlers of Python wait for the main thread, which may be stuck in a collective; the thread does not.
-        before = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
-        self._is_woken = before < 0
-        if not self._is_woken:
-            signal.set_wakeup_fd(before)  # an event loop's: left alone
-        _listening.add(self)
 
     def stop(self) -> None:
         """Give the signals back: at once in the main thread, else each when it comes."""
@@ -117,21 +109,12 @@ class Leave:
             for number, before in self._previous.items():
                 if signal.getsignal(number) == self._on_signal:
                     signal.signal(number, before)
-            self.deafen()
         thread, self._thread = self._thread, None
         if thread is not None:
             self._wake()
             thread.join()
-            if not self._is_woken:
-                for fd in self._ends:
-                    os.close(fd)
-
-    def deafen(self) -> None:
-        """Signals of this process do not wake the thread any more."""
-        _listening.discard(self)
-        if self._is_woken:
-            self._is_woken = False
-            signal.set_wakeup_fd(-1)
+            for fd in self._ends:
+                os.close(fd)
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # it is full: the thread is awake
@@ -203,13 +186,10 @@ class Leave:
             return False
 
     def _watch(self) -> None:
-        """Thread: looks for signals and notices, then for the end of the grace time."""
+        """Thread: looks for notices, and after an order for the end of the grace time."""
         while not self._is_over and self.order is None:
-            ready, _, _ = select.select([self._ends[0]], [], [], None if self._notice is None else _POLL_SECONDS)
-            told = [number for number in (os.read(self._ends[0], 64) if ready else b"") if number in self._previous]
-            if told:
-                self._take(told[0])
-            elif self._is_noticed():
+            select.select([self._ends[0]], [], [], None if self._notice is None else _POLL_SECONDS)
+            if self._is_noticed():
                 self._take(0)
         if self.order is not None:
             self._log.emit(events.Told(step=self._step(), by=self.order.by, grace=self.order.seconds_left))
@@ -229,18 +209,6 @@ class Leave:
             return
         time.sleep(_LAST_WORDS)
         os._exit(order.status)
-
-
-_listening: weakref.WeakSet[Leave] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """In the child, which shares the thread's descriptor: without this, ending the child would end its parent."""
-    for leave in list(_listening):
-        leave.deafen()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def _caught_in_c() -> set[int]:

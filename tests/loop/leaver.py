@@ -7,7 +7,6 @@ Usage: leaver.py DIRECTORY JSON     options: at (step that stops in its middle),
 from __future__ import annotations
 
 import faulthandler
-import hashlib
 import json
 import multiprocessing
 import os
@@ -71,8 +70,6 @@ def main() -> None:
                 print("middle", step, flush=True)
                 if how == "child":
                     _end_a_child()
-                if how == "stuck":  # in C, for minutes, without a look at Python
-                    hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)
                 sys.stdin.readline()
             optimizer.step()
             optimizer.zero_grad()

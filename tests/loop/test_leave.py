@@ -164,8 +164,8 @@ def test_a_handler_below_python_is_left_alone(where: Path) -> None:
 
 
 def test_an_iteration_that_does_not_end_is_left_when_the_time_is_over(where: Path) -> None:
-    """The main thread is busy in C and sees no signal. What was complete before is there."""
-    leaver = Leaver(where, at=5, how="stuck", grace=1.5)
+    """It waits for something that never comes. What was complete before is there."""
+    leaver = Leaver(where, at=5, grace=1.5)
     leaver.until("middle")
     leaver.process.send_signal(signal.SIGTERM)
     assert leaver.end() == 75

@@ -16,6 +16,7 @@ import select
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -101,6 +102,7 @@ class Leave:
                 continue  # ignored on purpose (nohup), or somebody's in C, which could not be called from here
             self._previous[number] = before
             signal.signal(number, self._on_signal)
+        _listening.add(self)
 
     def stop(self) -> None:
         """Give the signals back: at once in the main thread, else each when it comes."""
@@ -115,6 +117,12 @@ class Leave:
             thread.join()
             for fd in self._ends:
                 os.close(fd)
+
+    def forget(self) -> None:
+        """In a forked child: a worker that hangs in C would never see a handler of Python, and could not be ended."""
+        for number, before in self._previous.items():
+            if number != signal.SIGINT and signal.getsignal(number) == self._on_signal:
+                signal.signal(number, before)
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # it is full: the thread is awake
@@ -209,6 +217,17 @@ class Leave:
             return
         time.sleep(_LAST_WORDS)
         os._exit(order.status)
+
+
+_listening: weakref.WeakSet[Leave] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for leave in list(_listening):
+        leave.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _caught_in_c() -> set[int]:

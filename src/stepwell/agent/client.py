@@ -258,8 +258,8 @@ class AgentClient:
 
     def close(self, *, seconds: float) -> bool:
         """Ask the agent to finish and end; wait for it. False if it did not finish in time."""
-        if self._process is None and self._channel is None:
-            return True  # there never was one
+        if not self._is_started:
+            return True  # there never was one, or it was given up
         with self._lock:
             self._closing = {"type": "close", "seconds": seconds}
             self._send(self._closing)

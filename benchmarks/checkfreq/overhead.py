@@ -13,7 +13,6 @@ Noise: by how much the two clean segments around the automatic one differ.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from bisect import bisect
@@ -23,7 +22,7 @@ from typing import Any
 
 import record
 from loop import EveryNth, Loop, Segment, Synchronous, spans, summary
-from networks import Missing, build
+from networks import build
 from record import ms, percent, secs, times
 from trail import Trail, count_commits
 
@@ -210,21 +209,7 @@ def draw(result: dict[str, Any], pyplot: Any) -> None:
 
 def main() -> None:
     options = record.parse(record.parser(__doc__, seconds=540))
-    if options.part:
-        arguments = json.loads(options.part)
-        try:
-            record.answer(arguments, measure(options, arguments))
-        except Missing as error:
-            record.answer(arguments, {"error": str(error)})
-        return
-    sheet = record.Record("overhead", options, markdown=markdown, draw=draw)
-    if options.draw:
-        sheet.redraw()
-        return
-    record.for_networks(
-        sheet, options.networks, lambda name, left: record.part(options, {"network": name}, seconds=left)
-    )
-    sheet.finish()
+    record.one_process_each("overhead", options, measure, markdown, draw)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ SOURCES = [str(REPOSITORY / "src"), str(HERE.parent), str(HERE)]
 sys.path[:0] = [path for path in SOURCES if path not in sys.path]
 
 import torch  # noqa: E402
-from networks import NETWORKS  # noqa: E402
+from networks import NETWORKS, Missing  # noqa: E402
 from peer.machine import commit, machine  # noqa: E402
 
 QUICK = ("resnet18",)
@@ -224,6 +224,29 @@ def for_networks(record: Record, names: Sequence[str], measure: Callable[[str, f
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def one_process_each(
+    name: str,
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, dict[str, Any]], dict[str, Any]],
+    markdown: Callable[[dict[str, Any]], str],
+    draw: Callable[[dict[str, Any], Any], None],
+) -> None:
+    """An experiment that measures each network in a process of its own: this is all of its `main`."""
+    if options.part:
+        arguments = json.loads(options.part)
+        try:
+            answer(arguments, measure(options, arguments))
+        except Missing as error:
+            answer(arguments, {"error": str(error)})
+        return
+    sheet = Record(name, options, markdown=markdown, draw=draw)
+    if options.draw:
+        sheet.redraw()
+        return
+    for_networks(sheet, options.networks, lambda network, left: part(options, {"network": network}, seconds=left))
+    sheet.finish()
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

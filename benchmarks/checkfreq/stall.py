@@ -13,7 +13,6 @@ the same for all iterations up to the next checkpoint, so slowed iterations coun
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import record
 from loop import EveryNth, Loop, Segment, Synchronous, spans, warm
-from networks import Missing, build
+from networks import build
 from record import ms, percent, times
 from trail import Trail
 
@@ -148,21 +147,7 @@ def draw(result: dict[str, Any], pyplot: Any) -> None:
 
 def main() -> None:
     options = record.parse(record.parser(__doc__, seconds=150, networks="vgg16"))
-    if options.part:
-        arguments = json.loads(options.part)
-        try:
-            record.answer(arguments, measure(options, arguments))
-        except Missing as error:
-            record.answer(arguments, {"error": str(error)})
-        return
-    sheet = record.Record("stall", options, markdown=markdown, draw=draw)
-    if options.draw:
-        sheet.redraw()
-        return
-    record.for_networks(
-        sheet, options.networks, lambda name, left: record.part(options, {"network": name}, seconds=left)
-    )
-    sheet.finish()
+    record.one_process_each("stall", options, measure, markdown, draw)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ each is durable before the next clean iterations begin, so no write disturbs the
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import record
 from loop import Loop, OnDemand, spans, summary, warm
-from networks import Missing, build
+from networks import build
 from record import ms, times
 from trail import Trail
 
@@ -106,21 +105,7 @@ def draw(result: dict[str, Any], pyplot: Any) -> None:
 
 def main() -> None:
     options = record.parse(record.parser(__doc__, seconds=150))
-    if options.part:
-        arguments = json.loads(options.part)
-        try:
-            record.answer(arguments, measure(options, arguments))
-        except Missing as error:
-            record.answer(arguments, {"error": str(error)})
-        return
-    sheet = record.Record("strategies", options, markdown=markdown, draw=draw)
-    if options.draw:
-        sheet.redraw()
-        return
-    record.for_networks(
-        sheet, options.networks, lambda name, left: record.part(options, {"network": name}, seconds=left)
-    )
-    sheet.finish()
+    record.one_process_each("strategies", options, measure, markdown, draw)
 
 
 if __name__ == "__main__":

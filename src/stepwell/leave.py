@@ -4,8 +4,9 @@ Owns:    the handlers of SIGTERM, SIGINT and SIGUSR1 while the run is open, the 
          end of the grace time.
 Not:     how a checkpoint is made (checkpointer).
 Holds:   a handler only notes what it was told: everything else waits until the iteration is over. Handlers that were
-         there before are called, and are back after `stop`. When the grace time is over the process is gone, whatever
-         it was doing; its agent finishes what is complete.
+         there before are called, and are back after `stop`, and in forked children. When the grace time is over the
+         process is gone, or after Ctrl-C interrupted; its agent finishes what is complete. A main thread that is busy
+         in C sees no signal: the time begins when it returns to Python.
 """
 
 from __future__ import annotations
@@ -155,11 +156,10 @@ class Leave:
         raise SystemExit(self.order.status)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        is_ours = os.getpid() == self._pid
-        if not is_ours and number == signal.SIGINT:
+        if os.getpid() != self._pid:
             return  # Ctrl-C reaches all: the loader's forked workers are needed until the iteration is over
-        if not is_ours or self._is_over:
-            signal.signal(number, self._previous[number] if is_ours else signal.SIG_DFL)
+        if self._is_over:
+            signal.signal(number, self._previous[number])
             os.kill(os.getpid(), number)
             return
         self._signals += 1

@@ -7,12 +7,12 @@ Usage: leaver.py DIRECTORY JSON     options: at (step that stops in its middle),
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import json
 import multiprocessing
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,10 @@ def _handler(kind: str, where: Path) -> None:
 
 
 def _end_a_child() -> None:
-    """A forked child is told to leave: that is its own affair."""
+    """A forked child, busy in C, is told to leave: it can be ended, and that is its own affair."""
     context = multiprocessing.get_context("fork")
     is_up = context.Event()
-    child = context.Process(target=lambda: (is_up.set(), time.sleep(60)))
+    child = context.Process(target=lambda: (is_up.set(), hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)))
     child.start()
     is_up.wait(30)
     for number in (signal.SIGINT, signal.SIGTERM):

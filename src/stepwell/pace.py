@@ -30,6 +30,8 @@ from stepwell.types import Owner
 _EARLY: Final = 16
 _NEWS: Final = 2.0
 """By how much the interval has to change for a line on the terminal."""
+_NOTE_SECONDS: Final = 10.0
+"""How old the note of this process's life may be: so much of it a SIGKILL takes out of the mean time to failure."""
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Pace:
         self._ticks: Ticks[_Iteration] = Ticks()
         self._file = HistoryFile(paths.history, log.later)
         self._history = History()
-        self._opened = 0.0
+        self._opened = self._noted = 0.0
         self._stall = 0.0
         self._lives: dict[int, _Life] = {}
         self._ended: deque[tuple[float, bool]] = deque()
@@ -114,9 +116,10 @@ class Pace:
 
     def _write(self, **changes: str) -> None:
         checkpoint, durable = self._profile.checkpoint, self._profile.durable
+        self._noted = time.monotonic()
         self._history = replace(
             self._history,
-            seconds=time.monotonic() - self._opened,
+            seconds=self._noted - self._opened,
             checkpoint=checkpoint if self._is_known else self._history.checkpoint,
             durable=durable if self._is_known else self._history.durable,
             **changes,  # type: ignore[arg-type]
@@ -143,7 +146,7 @@ class Pace:
             self._profile.note_iteration(seconds, stall=iteration.stall, is_busy=iteration.is_busy)
             for taken, is_asked in iteration.ended:
                 self._profile.note_checkpoint(taken, is_odd=is_asked)
-        if ended:
+        if ended or time.monotonic() >= self._noted + _NOTE_SECONDS:
             self._write()
         if self._tempo is not None and self._tempo.has_news:
             self._decide(self._tempo, step)

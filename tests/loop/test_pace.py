@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +110,21 @@ def test_and_measured_again_when_the_state_is_another_one(tmp_path: Path) -> Non
     assert again.events("measure-again")[0]["changed"] == ["state"]
 
 
+def wait_for_a_note(small: Small) -> None:
+    """The history is written by a thread: until there is something of this process in it."""
+    while not read_history(small.where / "history.json").seconds:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     ("end", "failures"),
     [("os.kill(os.getpid(), 9)", 1), ("raise ValueError", 1), ("small.ckpt.close()", 0), ("sys.exit(3)", 0)],
 )
 def test_what_counts_as_a_failure(tmp_path: Path, end: str, failures: int) -> None:
     script = (
-        "import os, sys, pathlib; from tests.loop.test_pace import automatic\n"
+        "import os, sys, pathlib; from tests.loop.test_pace import automatic, wait_for_a_note\n"
         f"small = automatic(pathlib.Path({str(tmp_path / 'run')!r})); small.train(stop_after=30)\n"
-        "small.ckpt.save().wait()\n" + end
+        "small.ckpt.save().wait(); wait_for_a_note(small)\n" + end
     )
     environment = {**os.environ, "STEPWELL_LINGER": "0"}
     process = subprocess.run(

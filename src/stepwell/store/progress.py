@@ -76,17 +76,21 @@ class ProgressFile:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         self._fixed = (lineage, os.getpid(), agent_pid, time.time(), boot_id())
         self._namespace = pid_namespace()
-        self.update(step)
+        self._latest = self._pack(step)
+        self._write()  # at once: who looks now must not find the trainer before
+
+    def _pack(self, step: int) -> bytes:
+        lineage, pid, agent, started, boot = self._fixed
+        return _FORMAT.pack(_MAGIC, lineage, self._namespace, step, pid, agent, started, boot)
 
     def update(self, step: int, agent_pid: int | None = None) -> None:
         """Note that `step` is finished. Never waits: only the newest note is written."""
         if self._fd < 0:
             return
-        lineage, pid, agent, started, boot = self._fixed
         if agent_pid is not None:
-            agent = agent_pid
-            self._fixed = (lineage, pid, agent, started, boot)
-        self._latest = _FORMAT.pack(_MAGIC, lineage, self._namespace, step, pid, agent, started, boot)
+            lineage, pid, _, started, boot = self._fixed
+            self._fixed = (lineage, pid, agent_pid, started, boot)
+        self._latest = self._pack(step)
         if not self._is_queued:
             self._is_queued = True
             self._later(self._write)

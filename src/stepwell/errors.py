@@ -8,6 +8,7 @@
     |-- PersistError      a snapshot did not become durable
     |-- AgentError        the agent process could not be started or reached
     |-- DataError         the data source cannot be resumed
+    |-- VoidError         a checkpoint of many ranks came to nothing, because one of them could not take part
     `-- FencedError       a newer lineage owns the run; this process may not commit
 
 Each error carries its facts as fields (`path`, `step`, `expected`, `found`, ...) next to the sentence,
@@ -57,6 +58,10 @@ class AgentError(StepwellError):
 
 class DataError(StepwellError):
     """The data source cannot be brought back to a position."""
+
+
+class VoidError(StepwellError):
+    """A rank could not take its part in a checkpoint: it is void for all of them, and older ones stay in force."""
 
 
 class FencedError(StepwellError):

@@ -64,6 +64,7 @@ class Reopened:
             "world_size": 1,
             "keep": asdict(keep),
             "linger": seconds_from("STEPWELL_LINGER", 60),
+            "patience": seconds_from("STEPWELL_GROUP_SECONDS", 600),
         }
 
 

@@ -58,6 +58,16 @@ class Owner:
         """Start of every file name this rank writes."""
         return f"rank-{self.rank:05d}"
 
+    @property
+    def is_leader(self) -> bool:
+        """Whether it commits for all, and removes what is old."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no other ranks."""
+        return self.world_size == 1
+
 
 @dataclass(frozen=True)
 class Status:

@@ -92,6 +92,7 @@ class Puppet:
             "world_size": 1,
             "keep": asdict(Keep()),
             "linger": self._linger,
+            "patience": 600.0,
         }
 
     def prepare(self) -> None:

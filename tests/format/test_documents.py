@@ -45,7 +45,9 @@ def test_the_fields_are_the_contract() -> None:
     record = ["format", "run", "step", "repeat", "lineage", "rank", "world_size", "created", "suspect", "parity",
               "versions", "files", "leaves", "tree", "checksum"]  # fmt: skip
     assert list(json.loads(RECORD.dump())) == record
-    assert list(json.loads(RECORD.dump())["leaves"][0]) == list(asdict(LEAF))
+    assert [*json.loads(RECORD.dump())["leaves"][0], "private"] == list(asdict(LEAF))
+    own = replace(RECORD, leaves=(replace(LEAF, private=True),))
+    assert list(json.loads(own.dump())["leaves"][0]) == list(asdict(LEAF)) and Record.load(own.dump(), path="x") == own
     manifest = ["format", "run", "step", "repeat", "lineage", "world_size", "created", "nbytes", "exact", "suspect",
                 "epoch_end", "finished", "name", "records", "checksum"]  # fmt: skip
     assert list(json.loads(MANIFEST.dump())) == manifest

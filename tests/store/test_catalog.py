@@ -17,7 +17,7 @@ from stepwell.format.record import Record
 from stepwell.store import commit, files
 from stepwell.store.catalog import read_record, scan
 from stepwell.store.progress import ProgressFile, boot_id, read_progress
-from stepwell.types import CheckpointId
+from stepwell.types import CheckpointId, Owner
 from tests.restore.build import RunBuilder
 
 
@@ -128,7 +128,7 @@ def test_a_fenced_writer_makes_no_directory_and_no_manifest(build: RunBuilder) -
     build.fork(step=1)
     late = CheckpointId(9, 0, old)
     with pytest.raises(FencedError):
-        commit.open_checkpoint(build.paths, late)
+        commit.open_checkpoint(build.paths, late, Owner())
     with pytest.raises(FencedError):
         commit.publish_manifest(build.paths, replace(manifest, id=late))
     assert not build.paths.checkpoint(late).exists()

@@ -18,12 +18,12 @@ from stepwell.agent.queue import AbandonedError, Pending
 from stepwell.agent.tuning import Place, file_system_type, recall, remember
 from stepwell.agent.writer import Writer, copy_file, digest_image
 from stepwell.arena.memory import FROZEN
-from stepwell.errors import StepwellError
+from stepwell.errors import StepwellError, VoidError
 from stepwell.faults import crash_point
 from stepwell.format.checksum import BLOCK_BYTES
-from stepwell.format.manifest import Manifest
+from stepwell.format.manifest import Manifest, RecordRef, Void
 from stepwell.format.record import FileEntry, Record, check_file_name
-from stepwell.store import catalog, commit, files, retention
+from stepwell.store import assemble, catalog, commit, files, retention
 from stepwell.store.lineage import newest_number
 from stepwell.store.paths import RunPaths
 from stepwell.store.spare import Spare
@@ -33,7 +33,15 @@ from stepwell.types import Keep
 class Persister:
     """Writes snapshots of one run. Remembers the last frozen file, to store it by reference while unchanged."""
 
-    def __init__(self, paths: RunPaths, log: journal.EventLog, writer: Writer | None = None, *, lineage: int) -> None:
+    def __init__(
+        self,
+        paths: RunPaths,
+        log: journal.EventLog,
+        writer: Writer | None = None,
+        *,
+        lineage: int,
+        patience: float = 600.0,
+    ) -> None:
         self.paths = paths
         self._lineage = lineage
         self.log = log
@@ -41,21 +49,26 @@ class Persister:
         self._has_recalled = False
         self._spare: Spare | None = None
         self._frozen: tuple[tuple[int, int], Path, FileEntry] | None = None
+        self._patience = patience
 
-    def persist(self, pending: Pending) -> None:
+    def persist(self, pending: Pending) -> bool:
         """Make a snapshot durable and visible. Raises OSError or FencedError; older checkpoints stay as they are.
 
         One that is not complete yet is written as its bytes arrive. Raises AbandonedError, with nothing left, if it
-        comes to nothing.
+        comes to nothing. False: this rank's part is durable, and `follow` tells when the others' are.
         """
         started = time.monotonic()
         crash_point("persist.begin")
-        if commit.was_committed(self.paths, pending.id):
+        if commit.was_committed(self.paths, pending.id, pending.owner):
             # By an agent that died before it could say so: its files are not touched again.
             nbytes = pending.layout.nbytes + pending.layout.frozen_bytes
             self._note_commit(pending, nbytes, started, is_suspect=pending.suspect() is not None)
-            return
-        directory = commit.open_checkpoint(self.paths, pending.id)
+            return True
+        directory = commit.open_checkpoint(self.paths, pending.id, pending.owner)
+        if not pending.owner.is_alone:
+            pending.record = assemble.find_record(self.paths, pending.id, pending.owner)
+            if pending.record is not None:  # as above, and the leader may be reading it
+                return False
         try:
             entries = [self._write_live(pending, directory)]
         except AbandonedError:
@@ -64,17 +77,65 @@ class Persister:
             raise
         if pending.layout.frozen_bytes:
             entries.append(self._write_frozen(pending, directory))
-        self.finish(pending, entries, started)
+        return self.finish(pending, entries, started)
 
-    def finish(self, pending: Pending, entries: list[FileEntry], started: float) -> None:
-        """The state's files are durable: add the user's own, then commit."""
+    def finish(self, pending: Pending, entries: list[FileEntry], started: float) -> bool:
+        """The state's files are durable: add the user's own, then commit, or leave that to the leader."""
         directory = self.paths.checkpoint(pending.id)
         entries += [self._attach(pending, directory, *item) for item in sorted(pending.meta["files"].items())]
         written = time.monotonic()
         record = make_record(pending, entries)
         self.log.emit(events.Persist(step=pending.id.step, nbytes=record.nbytes, seconds=written - started))
-        manifest = self.commit(pending, record)
-        self._note_commit(pending, record.nbytes, started, is_suspect=manifest.suspect is not None)
+        if not pending.owner.is_alone:
+            pending.record = assemble.leave_record(self.paths, record)
+            return False
+        self.commit(pending, [(record, commit.publish_record(self.paths, record))])
+        pending.record = record
+        self._note_commit(pending, record.nbytes, started, is_suspect=record.suspect is not None)
+        return True
+
+    def follow(self, pending: Pending) -> bool:
+        """Whether a checkpoint of many ranks is committed; the leader does that when all records are there.
+
+        Raises VoidError if it came to nothing, or FencedError.
+        """
+        paths, id, owner = self.paths, pending.id, pending.owner
+        assert pending.written_at is not None and pending.record is not None
+        waited = time.monotonic() - pending.written_at
+        if not commit.was_committed(paths, id, owner):
+            if not owner.is_leader:
+                assemble.check_void(paths, id)
+                commit.check_fence(paths, id)
+                if waited > 2 * self._patience:
+                    raise VoidError(f"the leader did not end {id} within {waited:.0f} s")
+                return False
+            records = self._gather(pending, waited)
+            if not records:
+                return False
+            self.commit(pending, records)
+        self._note_commit(pending, pending.record.nbytes, pending.written_at, is_suspect=False)
+        return True
+
+    def _gather(self, pending: Pending, waited: float) -> list[tuple[Record, RecordRef]]:
+        """All records, or none yet. What came to nothing is ended for all ranks. Raises VoidError."""
+        world_size = pending.owner.world_size
+        try:
+            found = assemble.gather(self.paths, pending.id, world_size)
+            if isinstance(found[0], int) and waited > self._patience:
+                ranks = ", ".join(map(str, found[:8]))
+                raise VoidError(f"no part of rank {ranks} within {waited:.0f} s", rank=found[0])
+        except VoidError as error:
+            rank = error.fields.get("rank", 0)
+            reason = str(error).removeprefix(f"rank {rank}: ")
+            assemble.end_void(self.paths, Void(pending.run, pending.id, int(str(rank)), reason))
+            raise
+        commit.check_fence(self.paths, pending.id)
+        return [item for item in found if not isinstance(item, int)]
+
+    def void(self, void: Void) -> None:
+        """This rank has no part in a checkpoint: let the leader know."""
+        assemble.leave_void(self.paths, void)
+        self.log.emit(events.PersistFailed(step=void.id.step, error=void.reason, action="void for all ranks"))
 
     def _note_commit(self, pending: Pending, nbytes: int, started: float, *, is_suspect: bool) -> None:
         self.log.emit(
@@ -87,25 +148,23 @@ class Persister:
             )
         )
 
-    def commit(self, pending: Pending, record: Record) -> Manifest:
-        """Record, then manifest: the point where the checkpoint begins to exist."""
-        reference = commit.publish_record(self.paths, record)
-        meta = pending.meta
+    def commit(self, pending: Pending, records: Sequence[tuple[Record, RecordRef]]) -> None:
+        """The manifest: the point where the checkpoint begins to exist."""
+        first, meta = records[0][0], pending.meta
+        suspects = [record.suspect for record, _ in records if record.suspect is not None]
         manifest = Manifest(
-            run=record.run,
-            id=record.id,
-            world_size=record.owner.world_size,
-            created=record.created,
-            records=(reference,),
-            nbytes=record.nbytes,
-            suspect=record.suspect,
+            run=first.run,
+            id=first.id,
+            world_size=first.owner.world_size,
+            created=first.created,
+            records=tuple(reference for _, reference in records),
+            nbytes=sum(record.nbytes for record, _ in records),
+            suspect=suspects[0] if suspects else None,
             epoch_end=meta["epoch_end"],
             finished=meta["finished"],
             name=meta["name"],
         )
         commit.publish_manifest(self.paths, manifest)
-        pending.record = record
-        return manifest
 
     def _write_live(self, pending: Pending, directory: Path) -> FileEntry:
         name, nbytes = f"{pending.owner.stem}.safetensors", pending.layout.nbytes

@@ -31,6 +31,7 @@ from stepwell.agent.worker import Worker
 from stepwell.arena.channel import Channel, Message, is_same_user, listen, place
 from stepwell.arena.memory import Arena, ArenaShape
 from stepwell.errors import StepwellError
+from stepwell.format.manifest import Void
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
 from stepwell.types import CheckpointId, Keep, Owner
@@ -98,6 +99,9 @@ class Agent:
         worker = self.worker
         with self._lock:
             released = worker.queue.collect(worker.busy)
+            for item in released:
+                if not item.is_done:
+                    worker.give_up(item, "its snapshot is void" if item.is_void else "given up for a newer one")
             outbox, worker.outbox = worker.outbox, []
             if worker.queue.next_due() is not None:
                 self._lock.notify()
@@ -146,8 +150,8 @@ class Agent:
             self.run_id, self.lineage = message["run"], message["lineage"]
             self.owner = Owner(message["rank"], message["world_size"])
             self.linger_seconds = message["linger"]
-            self.paths = RunPaths(Path(message["root"]))
-            self.worker.serve(self.paths, self.lineage, Keep(**message["keep"]))
+            self.paths = RunPaths(Path(message["root"]), self.owner.rank)
+            self.worker.serve(self.paths, self.lineage, Keep(**message["keep"]), message["patience"])
             self._leave_at = None
         if self._listener is None:
             self._listener = listen(place(self.run_id, self.paths.root), self.owner.rank)
@@ -190,14 +194,19 @@ class Agent:
         with self._lock:
             self.worker.queue.add(self._pending(message))
 
+    def _do_void(self, message: Message) -> None:
+        id = CheckpointId(message["step"], message["repeat"], self.lineage)
+        with self._lock:
+            self.worker.say_void(Void(self.run_id, id, self.owner.rank, message["reason"]))
+
     def _do_make_room(self, message: Message) -> None:
         with self._lock:
             self.worker.queue.is_room_wanted = True
 
     def _do_close(self, message: Message) -> None:
         self._closing = True
+        self._drop_incomplete()
         with self._lock:
-            self.worker.queue.drop_incomplete()
             self.worker.queue.drop_unwanted()
         self._leave_at = time.monotonic() + message["seconds"]
 
@@ -221,9 +230,14 @@ class Agent:
         if message["suspects"]:
             stream.pending.arena.set_suspects(stream.pending.slot, message["suspects"], message["first"])
         if self._streaming(stream.finish):
-            self.stream = None
-            self.worker.after_commit(stream.pending, 0.0)
-            self.worker.outbox.append({"type": "released", "sequence": stream.pending.sequence})
+            self.stream, pending = None, stream.pending
+            if pending.owner.is_alone:
+                self.worker.after_commit(pending, 0.0)
+                self.worker.outbox.append({"type": "released", "sequence": pending.sequence})
+                return
+            with self._lock:
+                self.worker.queue.items.append(pending)
+            self.worker.note_written(pending)
 
     def _streaming(self, work: Any) -> bool:
         try:
@@ -251,8 +265,8 @@ class Agent:
         if self.stream is not None:
             self.stream.abort()  # the rest never comes
             self.stream = None
+        self._drop_incomplete()
         with self._lock:
-            self.worker.queue.drop_incomplete()
             if not self._closing:
                 self.worker.queue.want_newest()
             pending = len([item for item in self.worker.queue.items if not item.is_done])
@@ -263,6 +277,11 @@ class Agent:
         self._trainer_pid = 0
         self._leave_at = time.monotonic() + (0 if self._closing and not pending else self.linger_seconds)
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 2)  # `train 2>&1 | tee` must not wait for us
+
+    def _drop_incomplete(self) -> None:
+        with self._lock:
+            for item in self.worker.queue.drop_incomplete():
+                self.worker.give_up(item, "its process ended before the snapshot was complete")
 
     def _drain(self, channel: Channel) -> None:
         """Messages that were sent before the kill are still in the socket."""

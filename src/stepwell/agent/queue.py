@@ -61,6 +61,8 @@ class Pending:
     failures: int = 0
     not_before: float = 0.0
     record: Record | None = None
+    written_at: float | None = None
+    """Since when this rank's part is durable, and the others are waited for."""
     is_done: bool = False
     is_dropped: bool = False
     is_wanted: bool = field(init=False)
@@ -177,11 +179,15 @@ class PendingQueue:
     def next_due(self, now: float | None = None) -> Pending | None:
         """The oldest complete snapshot whose time has come; if there is none complete, one whose bytes arrive."""
         now = time.monotonic() if now is None else now
-        waiting = [item for item in self.items if item.is_wanted and not item.is_done]
+        waiting = [item for item in self.items if item.is_wanted and not item.is_done and item.written_at is None]
         for item in waiting:
             if item.is_complete:
                 return item if item.not_before <= now else None
         return next((item for item in waiting if item.has_begun), None)
+
+    def written(self) -> list[Pending]:
+        """Those whose part is durable here, while other ranks still write theirs."""
+        return [item for item in self.items if item.written_at is not None and not item.is_done]
 
     def is_waiting(self) -> bool:
         """Whether something is still to be written, now or later."""
@@ -198,9 +204,11 @@ class PendingQueue:
         """Whether something that is to be written may still become complete."""
         return any(item.is_wanted and not item.is_done and not item.is_complete for item in self.items)
 
-    def drop_incomplete(self) -> None:
-        """The trainer is dead: what is not complete never will be."""
+    def drop_incomplete(self) -> list[Pending]:
+        """The trainer is dead: what is not complete never will be. Returns it."""
+        gone = [item for item in self.items if not item.is_complete]
         self._keep(lambda item: item.is_complete)
+        return gone
 
     def drop_unwanted(self) -> None:
         """The run was closed, its last step saved: what was only kept in memory is not needed any more."""

@@ -33,7 +33,7 @@ class StreamedSave:
 
     def open(self) -> None:
         """Make the directory and the temporary file."""
-        directory = commit.open_checkpoint(self._persister.paths, self.pending.id)
+        directory = commit.open_checkpoint(self._persister.paths, self.pending.id, self.pending.owner)
         self._temporary = directory / f"{self._name}{files.TEMPORARY}"
         self._fd = files.create(self._temporary)
         self._cache = BoundedCache(self._fd, self._temporary)
@@ -47,8 +47,8 @@ class StreamedSave:
         self._offset += nbytes
         self._cache.wrote(nbytes)
 
-    def finish(self) -> None:
-        """Sync, publish and commit."""
+    def finish(self) -> bool:
+        """Sync, publish and commit. False: other ranks still write their parts."""
         if self._offset != self.pending.layout.nbytes:
             raise PersistError(f"streamed {self._offset} of {self.pending.layout.nbytes} bytes")
         files.sync(self._fd, self._temporary)
@@ -56,7 +56,7 @@ class StreamedSave:
         self._close()
         commit.publish_file(self._temporary, self._temporary.with_name(self._name))
         entry = FileEntry(self._name, "safetensors", self._offset, BLOCK_BYTES, self._hasher.finish())
-        self._persister.finish(self.pending, [entry], self._started)
+        return self._persister.finish(self.pending, [entry], self._started)
 
     def abort(self) -> None:
         """Throw the temporary file away."""

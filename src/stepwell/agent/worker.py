@@ -1,4 +1,5 @@
-"""The thread that persists: takes the next snapshot from the queue, writes it, reports, prunes.
+"""The thread that persists: takes the next snapshot from the queue, writes it, reports, prunes; and looks after those
+whose other parts other ranks still write.
 
 Owns:    the queue, the lock around it, and what the trainer is to be told.
 Not:     the sockets, and when the process ends (process).
@@ -12,6 +13,7 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -20,11 +22,14 @@ from stepwell.agent.persist import Persister
 from stepwell.agent.queue import AbandonedError, Pending, PendingQueue
 from stepwell.agent.writer import Writer
 from stepwell.arena.channel import Message
-from stepwell.errors import FencedError, StepwellError
+from stepwell.errors import FencedError, StepwellError, VoidError
+from stepwell.format.manifest import Void
 from stepwell.store.paths import RunPaths
 from stepwell.types import Keep
 
 _RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
+_LOOK_SECONDS: Final = (0.005, 0.5)
+"""How soon it is looked again whether other ranks have written their parts: at first, and at most."""
 
 
 class Worker:
@@ -41,20 +46,23 @@ class Worker:
         self.log = journal.EventLog(Path(os.devnull), who="agent")
         self._writer = Writer()
         self.persister = Persister(RunPaths(Path()), self.log, self._writer, lineage=0)
+        self._is_leader = True
         self._sweeps_due = 0
+        self._voids: list[Void] = []
 
-    def serve(self, paths: RunPaths, lineage: int, keep: Keep) -> None:
+    def serve(self, paths: RunPaths, lineage: int, keep: Keep, patience: float) -> None:
         """A trainer said hello: this is its run."""
         self.lineage, self.keep = lineage, keep
         self.log.close()
         self.log = journal.EventLog(paths.events, who="agent", lineage=lineage)
-        self.persister = Persister(paths, self.log, self._writer, lineage=lineage)
-        self._sweeps_due += 1
+        self.persister = Persister(paths, self.log, self._writer, lineage=lineage, patience=patience)
+        self._is_leader = paths.rank == 0
+        self._sweeps_due += self._is_leader
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being done and nothing waits to be done."""
-        return self.busy is None and not self._sweeps_due and not self.queue.is_waiting()
+        return self.busy is None and not self._sweeps_due and not self._voids and not self.queue.is_waiting()
 
     def start(self) -> None:
         """Begin to work."""
@@ -72,27 +80,83 @@ class Worker:
             with self.lock:
                 self.busy = None
                 os.eventfd_write(self.wake, 1)
-                while (pending := self.queue.next_due()) is None and not self._sweeps_due:
-                    self.lock.wait(0.2)
-                self.busy, sweeps = pending, self._sweeps_due
-            if pending is not None:
-                self._persist(pending)
-                continue
-            with contextlib.suppress(OSError, StepwellError):  # the same again after the next commit
-                self.persister.sweep(self.lineage)
-            with self.lock:
-                self._sweeps_due -= sweeps
+                while (job := self._next_job()) is None:
+                    self.lock.wait(min([0.2, *(_LOOK_SECONDS[1] / 20 for _ in self.queue.written())]))
+            job()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        """What is to be done now; `busy` is the snapshot it is about."""
+        if self._voids:
+            void = self._voids.pop(0)
+            return lambda: self._void(void)
+        now = time.monotonic()
+        for item in self.queue.written():
+            if item.not_before <= now:
+                self.busy = item
+                return lambda: self._follow(item)
+        pending = self.queue.next_due(now)
+        if pending is not None:
+            self.busy = pending
+            return lambda: self._persist(pending)
+        return self._sweep if self._sweeps_due else None
+
+    def _sweep(self) -> None:
+        sweeps = self._sweeps_due
+        with contextlib.suppress(OSError, StepwellError):  # the same again after the next commit
+            self.persister.sweep(self.lineage)
+        with self.lock:
+            self._sweeps_due -= sweeps
 
     def _persist(self, pending: Pending) -> None:
         started = time.monotonic()
         try:
-            self.persister.persist(pending)
+            is_committed = self.persister.persist(pending)
         except AbandonedError:
             pass  # void, or its trainer died before it was complete: the queue lets go of it
         except (OSError, StepwellError) as error:
             self.note_failure(pending, error, final=isinstance(error, FencedError))
         else:
-            self.after_commit(pending, time.monotonic() - started)
+            if is_committed:
+                self.after_commit(pending, time.monotonic() - started)
+            else:
+                self.note_written(pending)
+
+    def note_written(self, pending: Pending) -> None:
+        """This rank's part is durable; what becomes of the checkpoint depends on the others."""
+        with self.lock:
+            pending.written_at = pending.not_before = time.monotonic()
+
+    def _follow(self, pending: Pending) -> None:
+        """Look whether the other ranks have written their parts."""
+        assert pending.written_at is not None
+        waited = time.monotonic() - pending.written_at
+        pending.not_before = time.monotonic() + min(_LOOK_SECONDS[1], _LOOK_SECONDS[0] + waited / 10)
+        try:
+            is_committed = self.persister.follow(pending)
+        except (FencedError, VoidError) as error:
+            self.note_failure(pending, error, final=True)
+        except (OSError, StepwellError) as error:
+            events.logger.debug("looking after %s: %s", pending.id, error)  # and again soon
+        else:
+            if is_committed:
+                self.after_commit(pending, waited)
+
+    def give_up(self, pending: Pending, reason: str) -> None:
+        """This rank has no part in a checkpoint: nobody is to wait for it. Under the lock."""
+        if not pending.owner.is_alone and pending.is_wanted:
+            self._voids.append(Void(pending.run, pending.id, pending.owner.rank, reason))
+            self.lock.notify()
+
+    def say_void(self, void: Void) -> None:
+        """The trainer could not even begin. Under the lock."""
+        self._voids.append(void)
+        self.lock.notify()
+
+    def _void(self, void: Void) -> None:
+        try:
+            self.persister.void(void)
+        except (OSError, StepwellError) as error:  # the leader gives up when its patience is over
+            self.log.emit(events.PersistFailed(step=void.id.step, error=str(error), action="others may wait in vain"))
 
     def after_commit(self, pending: Pending, seconds: float) -> None:
         """Tell the trainer, then make room on disk."""
@@ -101,9 +165,9 @@ class Worker:
             facts = {"sequence": pending.sequence, "step": pending.id.step, "directory": pending.id.directory}
             self.outbox.append({"type": "durable", **facts, "seconds": seconds})
         os.eventfd_write(self.wake, 1)
-        is_clean = False
+        is_clean = not self._is_leader
         with contextlib.suppress(OSError, StepwellError):  # told by its own event; there is always a next time
-            is_clean = self.persister.prune(self.lineage, self.keep)
+            is_clean = is_clean or self.persister.prune(self.lineage, self.keep)
         if not is_clean:
             with self.lock:
                 self._sweeps_due += 1  # this may have been the last checkpoint: what is left of an old one goes soon

@@ -126,6 +126,10 @@ class Fields:
             self._fail(key, "true or false")
         return value
 
+    def optional_flag(self, key: str) -> bool:
+        """True or false; false if it is not there."""
+        return self.flag(key) if key in self._document else False
+
     def optional_text(self, key: str) -> str | None:
         """A string or null."""
         return None if self._document.get(key) is None else self.text(key)

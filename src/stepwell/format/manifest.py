@@ -1,6 +1,6 @@
-"""The manifest (a checkpoint exists if and only if its manifest does), and the two records of a run.
+"""The manifest (a checkpoint exists if and only if its manifest does), its opposite, and the two records of a run.
 
-Owns:    `manifest.json`, `run.json` and `lineage/0001.json`: fields, dumping, checked loading.
+Owns:    `manifest.json`, `void.json`, `run.json` and `lineage/0001.json`: fields, dumping, checked loading.
 Holds:   a manifest names every record by digest; a lineage names its parent and the step where it left it.
 """
 
@@ -18,6 +18,7 @@ from stepwell.types import CheckpointId
 MANIFEST: Final = "stepwell.manifest/1"
 RUN: Final = "stepwell.run/1"
 LINEAGE: Final = "stepwell.lineage/1"
+VOID: Final = "stepwell.void/1"
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 
 
@@ -97,6 +98,32 @@ class Manifest:
             epoch_end=fields.flag("epoch_end"),
             finished=fields.flag("finished"),
             name=fields.optional_text("name"),
+        )
+
+
+@dataclass(frozen=True)
+class Void:
+    """Why a checkpoint of many ranks will never exist: what `rank` said, or could not be waited for."""
+
+    run: str
+    id: CheckpointId
+    rank: int
+    reason: str
+
+    def dump(self) -> bytes:
+        """Bytes of `rank-00003.void` or `void.json`."""
+        where = {"step": self.id.step, "repeat": self.id.repeat, "lineage": self.id.lineage}
+        return seal({"format": VOID, "run": self.run, **where, "rank": self.rank, "reason": self.reason})
+
+    @classmethod
+    def load(cls, data: bytes, *, path: str) -> Void:
+        """Parse and check it."""
+        fields = Fields(unseal(data, path=path, kind=VOID), path=path)
+        return cls(
+            run=fields.run_id("run"),
+            id=CheckpointId(fields.integer("step"), fields.integer("repeat"), fields.integer("lineage")),
+            rank=fields.integer("rank"),
+            reason=fields.text("reason"),
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from stepwell.errors import DamagedError
 from stepwell.format import dtypes
+from stepwell.format.box import Box
 from stepwell.format.checksum import block_count
 from stepwell.format.document import Fields, seal, unseal
 from stepwell.types import CheckpointId, Owner
@@ -43,6 +44,7 @@ class LeafEntry:
 
     role:          parameter, moment, buffer, rng, value ...: what the codecs may do with it
     global_shape:  shape of the whole tensor of which this is the box at `offsets` (equal to shape on one rank)
+    private:       this rank's own: leaves of this name in other records are other tensors
     codec:         raw, or the name of the code; `parent` names the base of a delta; `exact` is false for lossy codes
     """
 
@@ -59,6 +61,12 @@ class LeafEntry:
     codec: str = "raw"
     exact: bool = True
     parent: str | None = None
+    private: bool = False
+
+    @property
+    def box(self) -> Box:
+        """Which part of the whole tensor it is."""
+        return Box(self.offsets, self.shape)
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class Record:
                 "parity": self.parity,
                 "versions": self.versions,
                 "files": [asdict(file) for file in self.files],
-                "leaves": [asdict(leaf) for leaf in self.leaves],
+                "leaves": [_fields(leaf) for leaf in self.leaves],
                 "tree": self.tree,
             }
         )
@@ -132,6 +140,14 @@ class Record:
             leaves=leaves,
             tree=fields.raw("tree"),
         )
+
+
+def _fields(leaf: LeafEntry) -> dict[str, Any]:
+    """As it is written; `private` only where it is true, so that one rank writes what it always wrote."""
+    fields = asdict(leaf)
+    if not leaf.private:
+        del fields["private"]
+    return fields
 
 
 def check_file_name(name: str, *, path: str) -> str:
@@ -173,6 +189,7 @@ def _leaf(item: object, files: tuple[FileEntry, ...], path: str) -> LeafEntry:
         codec=fields.text("codec"),
         exact=fields.flag("exact"),
         parent=fields.optional_text("parent"),
+        private=fields.optional_flag("private"),
     )
     if not dtypes.is_known(leaf.dtype):
         raise DamagedError(f"{path}: leaf {leaf.name!r} has unknown element type {leaf.dtype!r}", path=path)

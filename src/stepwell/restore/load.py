@@ -9,6 +9,7 @@ Holds:   modules and optimizers are filled in place, so there is never a second 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,11 +17,15 @@ from typing import Any, Final
 import torch
 
 from stepwell.errors import DamagedError, StateError, listing
+from stepwell.format import dtypes
+from stepwell.format.box import Box
 from stepwell.format.record import FileEntry, LeafEntry, Record
 from stepwell.restore.place import Placing
-from stepwell.restore.read import Source, read_record_leaves
+from stepwell.restore.read import Source, read_record_leaves, read_some
+from stepwell.restore.whole import Part, Whole
 from stepwell.state import rng
-from stepwell.state.flatten import dtype_from, dtype_name, flatten, unflatten
+from stepwell.state.distributed import is_distributed, like, local_of, part_of
+from stepwell.state.flatten import dtype_from, dtype_name, flatten, leaf_name, unflatten
 from stepwell.state.tracked import Tracked
 
 _DEVICE_GRAIN: Final = 512
@@ -47,14 +52,29 @@ def load_record(
     strict: bool,
     check: Callable[[dict[str, Any]], None] | None = None,
 ) -> Loaded:
+    """`load` of a checkpoint of one rank."""
+    return load([Part(record, open_source)], tracked, only=only, strict=strict, check=check)
+
+
+def load(
+    parts: Sequence[Part],
+    tracked: Sequence[Tracked],
+    *,
+    mine: int = 0,
+    only: set[str] | None,
+    strict: bool,
+    check: Callable[[dict[str, Any]], None] | None = None,
+) -> Loaded:
     """Fill the live objects from a checkpoint. Raises StateError (mismatch) or DamagedError (bytes).
 
+    mine:   the part whose values, and leaves of a rank's own, are restored
     check:  told the run's own state (its generators are not read yet) before anything is changed; may refuse it
     """
+    record = parts[mine].record
     try:
         if check is not None:
             check(_own_values(record))
-        return _load(record, open_source, tracked, only, strict)
+        return _load(Whole(parts, mine), tracked, only, strict)
     except DamagedError as error:
         if "path" in error.fields:
             raise
@@ -62,17 +82,12 @@ def load_record(
         raise DamagedError(f"{path}: {error}", **{**error.fields, "path": path}) from error
 
 
-def _load(
-    record: Record,
-    open_source: Callable[[FileEntry], Source],
-    tracked: Sequence[Tracked],
-    only: set[str] | None,
-    strict: bool,
-) -> Loaded:
+def _load(whole: Whole, tracked: Sequence[Tracked], only: set[str] | None, strict: bool) -> Loaded:
+    record = whole.record
     if not isinstance(record.tree, dict) or "stepwell" not in record.tree:
         raise DamagedError("the tree of values lacks the run's own state")
     chosen = [item for item in tracked if only is None or item.name in only]
-    fit = _Fit(record, chosen, only)
+    fit = _Fit(whole, chosen, only)
     if fit.problems and strict:
         raise StateError(
             f"the checkpoint of step {record.id.step} does not fit the tracked objects:\n{listing(fit.problems)}\n"
@@ -83,13 +98,12 @@ def _load(
     names = [item.name for item in chosen if item.name in record.tree]
     trees = {name: record.tree[name] for name in [*names, *([] if only is not None else ["stepwell"])]}
     wanted = {name for tree in trees.values() for name in _leaf_names(tree)}
-    targets = fit.targets([entry for entry in record.leaves if entry.name in wanted])
-    missing = wanted - targets.keys()
+    missing = wanted - whole.leaves.keys()
     if missing:
         raise DamagedError(f"the record lacks leaf {min(missing)!r}")
-    with Placing(targets, fit.fresh) as placing:
-        nbytes = read_record_leaves(record, open_source, None if only is None else wanted, placing)
-    state = {name: unflatten(tree, targets.__getitem__) for name, tree in trees.items()}
+    targets = fit.targets([entry for name, entry in whole.leaves.items() if name in wanted])
+    nbytes = _read(whole, targets, is_all=only is None)
+    state = {name: unflatten(tree, lambda leaf: targets[leaf].given) for name, tree in trees.items()}
     own = state.get("stepwell")
     if own is not None:
         _check_own(own, record)
@@ -97,6 +111,36 @@ def _load(
         if item.name in state:
             _give(item, state[item.name], fit, strict=strict)
     return Loaded(own, fit.problems, nbytes)
+
+
+def _read(whole: Whole, targets: dict[str, Target], *, is_all: bool) -> int:
+    """Fill the targets. Returns the bytes read."""
+    if whole.is_single and all(target.is_whole for target in targets.values()):
+        (part,) = whole.parts
+        fresh = {name for name, target in targets.items() if target.is_fresh}
+        with Placing({name: target.tensor for name, target in targets.items()}, fresh) as placing:
+            return read_record_leaves(part.record, part.open_source, None if is_all else set(targets), placing)
+    total = 0
+    for part, fetches in whole.plan({name: target.box for name, target in targets.items()}):
+        rooms, late = {}, []
+        for fetch in fetches:
+            target = targets[fetch.entry.name]
+            place = target.tensor[_slices(fetch.target)]
+            if fetch.is_whole and place.is_contiguous():
+                rooms[fetch.entry.name] = place
+                continue
+            room = torch.empty(fetch.entry.shape, dtype=place.dtype, device=place.device)
+            rooms[fetch.entry.name] = room
+            late.append((place, room[_slices(fetch.needed)]))
+        with Placing(rooms, {name for name in rooms if targets[name].is_fresh}) as placing:
+            total += read_some(part.record, part.open_source, [fetch.entry for fetch in fetches], placing)
+        for place, room in late:
+            place.copy_(room)
+    return total
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.shape, strict=True))
 
 
 def _own_values(record: Record) -> dict[str, Any]:
@@ -167,32 +211,47 @@ def _keys(tree: Any) -> dict[str, str | None]:
     return found
 
 
-class _Fit:
-    """Compares a record with the live objects and finds the live tensor for each leaf."""
+@dataclass(frozen=True)
+class Target:
+    """Where a leaf goes: memory for the box of it that belongs here, and what the object is given in the end."""
 
-    def __init__(self, record: Record, tracked: Sequence[Tracked], only: set[str] | None) -> None:
+    tensor: torch.Tensor
+    box: Box
+    given: torch.Tensor
+    is_fresh: bool
+    is_whole: bool
+
+
+class _Fit:
+    """Compares a checkpoint with the live objects and finds the live tensor for each leaf."""
+
+    def __init__(self, whole: Whole, tracked: Sequence[Tracked], only: set[str] | None) -> None:
         self.problems: list[str] = []
         self.live: dict[str, torch.Tensor] = {}
         self.skipped: set[str] = set()
-        self.fresh: set[str] = set()
-        saved = {entry.name: entry for entry in record.leaves}
+        self._like: dict[str, list[torch.Tensor]] = {}
+        saved, tree = whole.leaves, whole.record.tree
         names = {item.name for item in tracked}
         for name in sorted((only or set()) - names):
             self.problems.append(f"{name}: asked for with only=, but not tracked")
         if only is None:
-            for name in sorted(set(record.tree) - names - {"stepwell"}):
+            for name in sorted(set(tree) - names - {"stepwell"}):
                 self.problems.append(f"{name}: in the checkpoint, but not tracked")
         for item in tracked:
-            if item.name not in record.tree:
+            if item.name not in tree:
                 self.problems.append(f"{item.name}: tracked, but not in the checkpoint")
             elif item.module is not None:
-                self._module(item, saved, record.tree[item.name])
+                self._module(item, saved, tree[item.name])
             elif item.optimizer is not None:
-                self._optimizer(item)
+                self._optimizer(item, item.optimizer)
 
-    def _optimizer(self, item: Tracked) -> None:
+    def _optimizer(self, item: Tracked, optimizer: torch.optim.Optimizer) -> None:
         """State that exists already is filled in place; what is created at the first step comes fresh."""
-        self.live.update({leaf.name: leaf.tensor for leaf in flatten({item.name: item.state()}).leaves})
+        leaves = flatten({item.name: item.state()}).leaves
+        self.live.update({leaf.name: leaf.local if leaf.origin is None else leaf.origin for leaf in leaves})
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(map(is_distributed, parameters)):
+            self._like[leaf_name((item.name, "state"))] = parameters
 
     def _module(self, item: Tracked, saved: dict[str, LeafEntry], tree: Any) -> None:
         """Compare key by key: what is tied in one place and not in the other still fits."""
@@ -206,32 +265,58 @@ class _Fit:
             tensor, entry = live.get(key), saved.get(name)
             if tensor is None:
                 self.problems.append(f"{label(key)}: unexpected, the live module has no such tensor")
-            elif entry is not None and tuple(tensor.shape) != entry.shape:
-                self.problems.append(f"{label(key)}: shape {entry.shape} in the checkpoint, {tuple(tensor.shape)} live")
+            elif entry is not None and tuple(tensor.shape) != entry.global_shape:
+                found = f"{entry.global_shape} in the checkpoint, {tuple(tensor.shape)} live"
+                self.problems.append(f"{label(key)}: shape {found}")
                 self.skipped.add(label(key))
             elif entry is not None and tensor.dtype != dtype_from(entry.dtype):
                 self.problems.append(f"{label(key)}: {entry.dtype} in the checkpoint, {dtype_name(tensor.dtype)} live")
             else:
                 self.live.setdefault(name, tensor.detach())
 
-    def targets(self, entries: Sequence[LeafEntry]) -> dict[str, torch.Tensor]:
+    def targets(self, entries: Sequence[LeafEntry]) -> dict[str, Target]:
         """For each leaf the live tensor where it fits byte for byte, else a fresh one. Raises DamagedError."""
         found = {entry.name: self._live(entry) for entry in entries}
         fresh = [entry for entry in entries if found[entry.name] is None]
         devices = {entry.name: _device(entry.device) for entry in fresh}
-        _reserve([(devices[entry.name], entry.end - entry.start) for entry in fresh])
-        self.fresh = set(devices)
-        made = {
-            entry.name: torch.empty(entry.shape, dtype=dtype_from(entry.dtype), device=devices[entry.name])
-            for entry in fresh
-        }
+        sizes = {entry.name: self._fresh_size(entry) for entry in fresh}
+        _reserve([(devices[name], nbytes) for name, nbytes in sizes.items()])
+        made = {entry.name: self._fresh(entry, devices[entry.name]) for entry in fresh}
         return {name: made[name] if live is None else live for name, live in found.items()}
 
-    def _live(self, entry: LeafEntry) -> torch.Tensor | None:
+    def _live(self, entry: LeafEntry) -> Target | None:
         live = self.live.get(entry.name)
-        if live is None or tuple(live.shape) != entry.shape or live.dtype != dtype_from(entry.dtype):
+        if live is None or tuple(live.shape) != entry.global_shape or live.dtype != dtype_from(entry.dtype):
             return None
-        return live if live.is_contiguous() and not live.is_conj() and not live.is_neg() else None
+        local = local_of(live)
+        if not local.is_contiguous() or local.is_conj() or local.is_neg():
+            return None
+        box = part_of(live, entry.name).box if is_distributed(live) else Box.whole(entry.global_shape)
+        return Target(local, box, live, is_fresh=False, is_whole=box.shape == entry.global_shape)
+
+    def _template(self, entry: LeafEntry) -> torch.Tensor | None:
+        """The distributed tensor like which a fresh one has to lie."""
+        live = self.live.get(entry.name)
+        if live is None:
+            prefix, _, rest = entry.name.rpartition("/")[0].rpartition("/")
+            parameters = self._like.get(prefix, [])
+            live = parameters[int(rest)] if rest.isdecimal() and int(rest) < len(parameters) else None
+        is_fit = live is not None and is_distributed(live) and tuple(live.shape) == entry.global_shape
+        return live if is_fit else None
+
+    def _fresh_size(self, entry: LeafEntry) -> int:
+        template = self._template(entry)
+        count = math.prod(entry.global_shape) if template is None else local_of(template).numel()
+        return count * dtypes.itemsize(entry.dtype)
+
+    def _fresh(self, entry: LeafEntry, device: torch.device) -> Target:
+        template, dtype = self._template(entry), dtype_from(entry.dtype)
+        if template is None:
+            made = torch.empty(entry.global_shape, dtype=dtype, device=device)
+            return Target(made, Box.whole(entry.global_shape), made, is_fresh=True, is_whole=True)
+        local = torch.empty(local_of(template).shape, dtype=dtype, device=local_of(template).device)
+        box = part_of(template, entry.name).box
+        return Target(local, box, like(template, local), is_fresh=True, is_whole=box.shape == entry.global_shape)
 
 
 def _reserve(sizes: Sequence[tuple[torch.device, int]]) -> None:

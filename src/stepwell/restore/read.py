@@ -231,6 +231,22 @@ def read_record_leaves(
     return total
 
 
+def read_some(
+    record: Record, open_source: Callable[[FileEntry], Source], leaves: Sequence[LeafEntry], deliver: Deliver | Lanes
+) -> int:
+    """Deliver leaves, or rows of leaves, of a record, and check the blocks they lie in. Returns the bytes read."""
+    total = 0
+    for number, file in enumerate(record.files):
+        chosen = [leaf for leaf in leaves if leaf.file == number]
+        if chosen:
+            source = open_source(file)
+            try:
+                total += read_file(source, file, chosen, deliver, check_all=False)
+            finally:
+                source.close()
+    return total
+
+
 def check_header(source: Source, file: FileEntry, leaves: Sequence[LeafEntry]) -> None:
     """Whether stock safetensors would find in this shard what the record says: all of its leaves, each in its place."""
     nbytes = min((leaf.start for leaf in leaves), default=file.nbytes)

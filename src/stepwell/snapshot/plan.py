@@ -14,13 +14,14 @@ import torch
 
 from stepwell.arena.memory import FROZEN, PAGE, Arena
 from stepwell.format import dtypes
+from stepwell.format.box import Box
 from stepwell.format.record import LeafEntry
 from stepwell.format.shard import LeafSpec, ShardLayout, lay_out
 from stepwell.state.flatten import Leaf
 from stepwell.state.roles import Role
 
 _OPTIMIZER_ROLES = ("moment1", "moment2", "optimizer")
-Signature = tuple[tuple[str, str, tuple[int, ...], str, bool], ...]
+Signature = tuple[tuple[object, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,15 @@ class Plan:
 def signature(leaves: Sequence[Leaf], roles: Sequence[Role]) -> Signature:
     """What must stay the same for a plan to be used again."""
     return tuple(
-        (leaf.name, leaf.dtype, tuple(leaf.tensor.shape), str(leaf.tensor.device), role.protection == "frozen")
+        (
+            leaf.name,
+            leaf.dtype,
+            tuple(leaf.tensor.shape),
+            str(leaf.tensor.device),
+            role.protection == "frozen",
+            leaf.box,
+            leaf.is_private,
+        )
         for leaf, role in zip(leaves, roles, strict=True)
     )
 
@@ -94,6 +103,7 @@ def make_plan(number: int, leaves: Sequence[Leaf], roles: Sequence[Role]) -> Pla
         placed = starts[leaf.name]
         places[leaf.name] = Place(index, is_frozen[leaf.name], placed.start, placed.end - placed.start)
         shape = tuple(leaf.tensor.shape)
+        box = Box.whole(shape) if leaf.box is None else leaf.box
         entries.append(
             LeafEntry(
                 name=leaf.name,
@@ -104,8 +114,9 @@ def make_plan(number: int, leaves: Sequence[Leaf], roles: Sequence[Role]) -> Pla
                 end=placed.end,
                 role=role.meaning,
                 device=str(leaf.tensor.device),
-                global_shape=shape,
-                offsets=(0,) * len(shape),
+                global_shape=shape if leaf.global_shape is None else leaf.global_shape,
+                offsets=box.offsets,
+                private=leaf.is_private,
             )
         )
     return Plan(number, signature(leaves, roles), live, frozen, places, tuple(entries), _checked(entries))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepwell.state.distributed import is_distributed
 from stepwell.state.flatten import Collector, Flat, Leaf
 from stepwell.state.tracked import Tracked
 
@@ -128,7 +129,7 @@ def _is_plain_module(module: nn.Module) -> bool:
         and not part._state_dict_hooks
         and not part._state_dict_pre_hooks
         for part in module.modules()
-    )
+    ) and not any(map(is_distributed, (*module.parameters(), *module.buffers())))
 
 
 def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
@@ -136,6 +137,7 @@ def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     return (
         _is_inherited(optimizer, torch.optim.Optimizer, ("state_dict",))
         and not any(hooks)
+        and not any(is_distributed(parameter) for group in optimizer.param_groups for parameter in group["params"])
         and all(
             isinstance(state, dict) and all(isinstance(value, _PLAIN) for value in state.values())
             for state in optimizer.state.values()

@@ -20,6 +20,8 @@ import torch
 
 from stepwell.errors import DamagedError, StateError
 from stepwell.format import dtypes, tree
+from stepwell.format.box import Box
+from stepwell.state.distributed import Part, is_distributed, part_of
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _SAFE_IN_NAMES = "._-+~ ()[],:@"
@@ -31,11 +33,27 @@ _ARRAY_TYPE = re.compile(r"[<>|][a-zA-Z]\d*(\[[0-9a-zA-Z]+\])?")
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of the state: the live one, under a name that is unique in the shard."""
+    """One tensor of the state: the live one, under a name that is unique in the shard.
+
+    tensor:  what this rank stores of it, which may be rows of `held`
+    held:    what this process holds of it, where that is more, or a part of a tensor of `global_shape`
+    box:     which part of that tensor `tensor` is
+    origin:  the distributed tensor of which this process holds a part
+    """
 
     name: str
     path: tree.Path
     tensor: torch.Tensor
+    held: torch.Tensor | None = None
+    global_shape: tuple[int, ...] | None = None
+    box: Box | None = None
+    is_private: bool = False
+    origin: torch.Tensor | None = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """All that this process holds of it."""
+        return self.tensor if self.held is None else self.held
 
     @property
     def dtype(self) -> str:
@@ -59,6 +77,11 @@ class Flat:
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
+
+
+def leaf_name(path: tree.Path) -> str:
+    """How a leaf is named after its place in the tree."""
+    return "/".join(quote(part, safe=_SAFE_IN_NAMES, errors="surrogatepass") for part in path)
 
 
 def flatten(state: dict[str, Any]) -> Flat:
@@ -107,17 +130,20 @@ class Collector:
         return NotImplemented
 
     def _tensor(self, value: torch.Tensor, path: tree.Path) -> Any:
+        if is_distributed(value):
+            return self._distributed(value, path)
         _check_plain(value, path)
         stored = value.detach()
         if stored.is_conj() or stored.is_neg():
             stored = stored.resolve_conj().resolve_neg()
         if stored.dtype in _CANNOT_COPY and not stored.is_contiguous():
             stored = stored.view(torch.uint8).contiguous().view(stored.dtype)
-        name = self._add(stored, path)
-        if type(value) is torch.nn.Parameter or value.requires_grad:
-            kind = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
-            return {"$tensor": {"leaf": name, "kind": kind, "requires_grad": value.requires_grad}}
-        return {"$tensor": name}
+        return _reference(self._add(stored, path), value)
+
+    def _distributed(self, value: torch.Tensor, path: tree.Path) -> Any:
+        part = part_of(value, tree.show(path))
+        _check_plain(part.local, path)
+        return _reference(self._add(part.local.detach(), path, part, value), value)
 
     def _array(self, numpy: Any, value: Any, path: tree.Path) -> Any:
         _check_array_type(numpy, value, path)
@@ -137,19 +163,32 @@ class Collector:
         _check_array_type(numpy, value, path)
         return {"$npscalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
 
-    def _add(self, tensor: torch.Tensor, path: tree.Path) -> str:
+    def _add(
+        self, tensor: torch.Tensor, path: tree.Path, part: Part | None = None, origin: torch.Tensor | None = None
+    ) -> str:
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and key in self._known:
             return self._known[key]
-        name = base = "/".join(quote(part, safe=_SAFE_IN_NAMES, errors="surrogatepass") for part in path)
+        name = base = leaf_name(path)
         number = 1
         while name in self._names:
             number += 1
             name = f"{base}~{number}"
         self._names.add(name)
         self._known[key] = name
-        self.leaves.append(Leaf(name, path, tensor))
+        if part is None:
+            self.leaves.append(Leaf(name, path, tensor))
+        else:
+            self.leaves.append(Leaf(name, path, tensor, tensor, part.shape, part.box, origin=origin))
         return name
+
+
+def _reference(name: str, value: torch.Tensor) -> Any:
+    """How the tree refers to a tensor's leaf."""
+    if isinstance(value, torch.nn.Parameter) or value.requires_grad:
+        kind = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
+        return {"$tensor": {"leaf": name, "kind": kind, "requires_grad": value.requires_grad}}
+    return {"$tensor": name}
 
 
 def _check_plain(value: torch.Tensor, path: tree.Path) -> None:

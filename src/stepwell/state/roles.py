@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from stepwell.state.distributed import local_of
 from stepwell.state.flatten import Leaf
 from stepwell.state.tracked import Tracked
 
@@ -50,11 +51,11 @@ def assign_roles(leaves: Sequence[Leaf], owners: Owners, not_frozen: Container[s
     managed, frozen, kinds = owners.managed, owners.frozen, owners.kinds
     roles = []
     for leaf in leaves:
-        key = _key(leaf.tensor)
-        if leaf.tensor.numel() and key in managed:
+        key, is_empty = _key(leaf.local), not leaf.local.numel()
+        if not is_empty and key in managed:
             meaning, live = managed[key]
             roles.append(Role("managed", meaning, live))
-        elif leaf.tensor.numel() and key in frozen and leaf.name not in not_frozen:
+        elif not is_empty and key in frozen and leaf.name not in not_frozen:
             roles.append(Role("frozen", "parameter", _reference(frozen[key])))
         else:
             meaning = "rng" if leaf.path[0] == "stepwell" else kinds.get(leaf.path[0], "value")
@@ -69,17 +70,18 @@ def _managed(tracked: Sequence[Tracked]) -> dict[_Key, tuple[str, Callable[[], t
             continue
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                found[_key(parameter)] = ("parameter", _reference(parameter))
+                local = local_of(parameter)
+                found[_key(local)] = ("parameter", _reference(local))
         for state in optimizer.state.values():
             for name, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
-                    found[_key(value)] = (_MOMENTS.get(name, "optimizer"), _entry(state, name))
+                    found[_key(local_of(value))] = (_MOMENTS.get(name, "optimizer"), _entry(state, name))
     return found
 
 
 def _frozen(tracked: Sequence[Tracked]) -> dict[_Key, torch.Tensor]:
     return {
-        _key(parameter): parameter
+        _key(local_of(parameter)): local_of(parameter)
         for item in tracked
         if item.module is not None
         for parameter in item.module.parameters()
@@ -94,6 +96,6 @@ def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 def _entry(state: dict[str, object], name: str) -> Callable[[], torch.Tensor | None]:
     def live() -> torch.Tensor | None:
         value = state.get(name)
-        return value if isinstance(value, torch.Tensor) else None
+        return local_of(value) if isinstance(value, torch.Tensor) else None
 
     return live

@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from stepwell.errors import ConfigError
+from stepwell.state.distributed import unwrapped
 
 
 @dataclass(frozen=True)
@@ -72,5 +73,5 @@ def track(objects: dict[str, Any]) -> list[Tracked]:
             )
         if name == "stepwell":
             raise ConfigError("the name 'stepwell' is taken for the run's own state; pick another one", name=name)
-        out.append(Tracked(name, target))
+        out.append(Tracked(name, unwrapped(target)))
     return out

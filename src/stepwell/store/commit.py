@@ -18,22 +18,23 @@ from stepwell.format.record import Record
 from stepwell.store import files
 from stepwell.store.lineage import read_history
 from stepwell.store.paths import RunPaths
-from stepwell.types import CheckpointId
+from stepwell.types import CheckpointId, Owner
 
 
-def open_checkpoint(paths: RunPaths, id: CheckpointId) -> Path:
+def open_checkpoint(paths: RunPaths, id: CheckpointId, owner: Owner) -> Path:
     """Make the checkpoint's directory. It is no checkpoint yet. Raises FencedError if the run moved on."""
     check_fence(paths, id)
     directory = paths.checkpoint(id)
     files.make_directory(directory)
-    _sweep(directory)
+    _sweep(directory, owner)
     return directory
 
 
-def _sweep(directory: Path) -> None:
-    """Remove temporary files of an agent that died here: a directory has one writer at a time."""
+def _sweep(directory: Path, owner: Owner) -> None:
+    """Remove temporary files of an agent that died here: a rank has one writer at a time."""
+    mine = (f"{owner.stem}.", "manifest.", "void.") if owner.is_leader else (f"{owner.stem}.",)
     for name in os.listdir(directory):
-        if name.endswith(files.TEMPORARY):
+        if name.endswith(files.TEMPORARY) and name.startswith(mine):
             files.remove(directory / name)
 
 
@@ -52,11 +53,11 @@ def check_fence(paths: RunPaths, id: CheckpointId) -> None:
         )
 
 
-def was_committed(paths: RunPaths, id: CheckpointId) -> bool:
+def was_committed(paths: RunPaths, id: CheckpointId, owner: Owner) -> bool:
     """Whether an earlier agent of this lineage committed it. On True its name is durable."""
     if not os.path.lexists(paths.manifest(id)):
         return False
-    _sweep(paths.checkpoint(id))
+    _sweep(paths.checkpoint(id), owner)
     files.sync_directory(paths.checkpoint(id))  # that agent may have died right before this
     return True
 
@@ -82,10 +83,14 @@ def link_file(source: Path, final: Path) -> bool:
 
 def publish_record(paths: RunPaths, record: Record) -> RecordRef:
     """Write the record of one rank."""
-    data = record.dump()
-    name = f"{record.owner.stem}.json"
+    data, name = record.dump(), record_name(record.owner)
     files.put(paths.checkpoint(record.id) / name, data, point="record")
     return RecordRef(name, len(data), document_digest(data))
+
+
+def record_name(owner: Owner) -> str:
+    """Name of a rank's record."""
+    return f"{owner.stem}.json"
 
 
 def publish_manifest(paths: RunPaths, manifest: Manifest) -> None:

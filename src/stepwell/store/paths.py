@@ -10,7 +10,10 @@ step-000000001200.l0003/      one checkpoint
     rank-00000.safetensors            live leaves
     rank-00000.frozen.safetensors     leaves that do not change (a hard link to the older checkpoint's file)
     rank-00000.json                   shard record
+    rank-00003.void                   in the place of the record: why this rank has none
     manifest.json                     the commit record
+    void.json                         in the place of the manifest: why there will be none
+events.rank-00003.jsonl, progress.rank-00003: of the ranks above 0
 """
 
 from __future__ import annotations
@@ -18,14 +21,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepwell.types import CheckpointId
+from stepwell.types import CheckpointId, Owner
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where everything of a run lies."""
+    """Where everything of a run lies. `rank`: whose events and progress."""
 
     root: Path
+    rank: int = 0
 
     @property
     def run(self) -> Path:
@@ -33,11 +37,11 @@ class RunPaths:
 
     @property
     def events(self) -> Path:
-        return self.root / "events.jsonl"
+        return self.root / (f"events.{Owner(self.rank).stem}.jsonl" if self.rank else "events.jsonl")
 
     @property
     def progress(self) -> Path:
-        return self.root / "progress"
+        return self.root / (f"progress.{Owner(self.rank).stem}" if self.rank else "progress")
 
     @property
     def storage(self) -> Path:
@@ -59,3 +63,6 @@ class RunPaths:
 
     def manifest(self, id: CheckpointId) -> Path:
         return self.checkpoint(id) / "manifest.json"
+
+    def void(self, id: CheckpointId) -> Path:
+        return self.checkpoint(id) / "void.json"

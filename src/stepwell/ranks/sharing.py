@@ -1,0 +1,98 @@
+"""Which rank stores which part of the state, so that what several ranks hold is stored once.
+
+Owns:    the verdict, as a pure function of what all ranks say of their leaves.
+Not:     the tensors (state.share), the exchange (agreement).
+Holds:   every element of a tensor that counts as one for the run is stored by exactly one rank; the ranks that hold the
+         same part share it evenly by bytes, each a range of rows; what differs between ranks under one name stays each
+         rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from stepwell.format import dtypes
+from stepwell.format.box import Box
+
+Rows = tuple[int, int]
+"""Of the part of a leaf that a rank holds, the rows it stores: [first, last)."""
+Shares = dict[str, Rows]
+"""What one rank stores of each leaf that belongs to all. A leaf that is not named is its own, and stored whole."""
+NEVER: Final = ""
+"""Digest of a leaf that is each rank's own, whatever it holds: the state of its random generators."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One leaf as one rank holds it: a box of a tensor of `global_shape`, and a digest of its content."""
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    box: Box
+    digest: str
+
+    @property
+    def is_part(self) -> bool:
+        """Less than the whole tensor: it was sharded on purpose, so the tensor belongs to all."""
+        return self.box != Box.whole(self.global_shape)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.box.numel * dtypes.itemsize(self.dtype) // max(1, self.box.row_count)
+
+    def dump(self) -> list[Any]:
+        """As it travels."""
+        return [self.dtype, self.global_shape, self.box.offsets, self.box.shape, self.digest]
+
+    @classmethod
+    def load(cls, values: Sequence[Any]) -> Claim:
+        dtype, global_shape, offsets, shape, digest = values
+        return cls(dtype, tuple(global_shape), Box(tuple(offsets), tuple(shape)), digest)
+
+
+def share(claims: Sequence[Mapping[str, Claim]]) -> list[Shares]:
+    """The verdict for each rank."""
+    shares: list[Shares] = [{} for _ in claims]
+    together: dict[tuple[int, ...], list[tuple[str, Claim]]] = {}
+    for name in sorted({name for mine in claims for name in mine}):
+        found = {rank: mine[name] for rank, mine in enumerate(claims) if name in mine}
+        for ranks in _groups(found):
+            is_equal = len({found[rank].digest for rank in ranks}) == 1
+            storing = ranks if is_equal else ranks[:1]  # copies of a part that drifted apart: one of them counts
+            for rank in ranks:
+                shares[rank][name] = (0, 0)
+            together.setdefault(tuple(storing), []).append((name, found[ranks[0]]))
+    for holders, leaves in together.items():
+        _split(holders, leaves, shares)
+    return shares
+
+
+def _groups(found: Mapping[int, Claim]) -> list[list[int]]:
+    """Ranks that hold the same part of one tensor; no group for a leaf that is each rank's own."""
+    claims = found.values()
+    if len({(claim.dtype, claim.global_shape) for claim in claims}) > 1 or any(c.digest == NEVER for c in claims):
+        return []
+    if not any(claim.is_part for claim in claims) and len({claim.digest for claim in claims}) > 1:
+        return []
+    groups: dict[Box, list[int]] = {}
+    for rank, claim in found.items():
+        groups.setdefault(claim.box, []).append(rank)
+    return list(groups.values())
+
+
+def _split(holders: tuple[int, ...], leaves: Sequence[tuple[str, Claim]], shares: Sequence[Shares]) -> None:
+    """Give each holder its part of the bytes of all leaves, as they follow each other, cut between rows."""
+    total = sum(claim.row_bytes * claim.box.row_count for _, claim in leaves)
+    position = 0
+    for name, claim in leaves:
+        rows, row_bytes = claim.box.row_count, claim.row_bytes
+        cuts = []
+        for number in range(len(holders) + 1):
+            into = total * number // len(holders) - position
+            cuts.append(min(rows, max(0, -(-into // row_bytes))) if row_bytes else 0)
+        cuts[0], cuts[-1] = 0, rows
+        for rank, first, last in zip(holders, cuts, cuts[1:], strict=False):
+            shares[rank][name] = (first, last)
+        position += rows * row_bytes

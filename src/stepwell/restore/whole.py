@@ -1,0 +1,100 @@
+"""A checkpoint of many ranks as one: which part of which file holds which part of a tensor.
+
+Owns:    the index over all records, and what has to be read for a box of a tensor.
+Not:     reading (read), tensors (load).
+Holds:   what is read for a box makes it up, each element once; only rows that are needed are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stepwell.errors import DamagedError
+from stepwell.format.box import Box, is_covered
+from stepwell.format.record import FileEntry, LeafEntry, Record
+from stepwell.restore.read import Source
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's record, and the way to the bytes of its files."""
+
+    record: Record
+    open_source: Callable[[FileEntry], Source]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Rows of one leaf to be read, and where what is needed of them goes.
+
+    entry:   the rows, as if they were a leaf
+    needed:  the part of these rows that is needed
+    target:  where that lies in the box that was asked for
+    """
+
+    entry: LeafEntry
+    needed: Box
+    target: Box
+
+    @property
+    def is_whole(self) -> bool:
+        """All of the rows are needed."""
+        return self.needed.shape == self.entry.shape
+
+
+class Whole:
+    """All records of a checkpoint. `mine`: whose values, and leaves of a rank's own, are looked at."""
+
+    def __init__(self, parts: Sequence[Part], mine: int = 0) -> None:
+        self.parts = parts
+        self.record = parts[mine].record
+        self.leaves: dict[str, LeafEntry] = {}
+        self._pieces: dict[str, list[tuple[int, LeafEntry]]] = {}
+        for number, part in enumerate(parts):
+            for entry in part.record.leaves:
+                if not entry.private or number == mine:
+                    self._add(number, entry)
+
+    def _add(self, number: int, entry: LeafEntry) -> None:
+        known = self.leaves.setdefault(entry.name, entry)
+        if (known.dtype, known.global_shape, known.private) != (entry.dtype, entry.global_shape, entry.private):
+            raise DamagedError(
+                f"leaf {entry.name!r} is {known.dtype} {known.global_shape} in one record, {entry.dtype} "
+                f"{entry.global_shape} in another",
+                leaf=entry.name,
+            )
+        self._pieces.setdefault(entry.name, []).append((number, entry))
+
+    @property
+    def is_single(self) -> bool:
+        """One rank wrote it all: every file is read whole, and its header checked."""
+        return len(self.parts) == 1
+
+    def plan(self, wanted: Mapping[str, Box]) -> Iterator[tuple[Part, list[Fetch]]]:
+        """What to read for a box of each leaf, part by part. Raises DamagedError if something is in no record."""
+        reads: dict[int, list[Fetch]] = {}
+        for name, box in wanted.items():
+            found = [(number, fetch) for number, entry in self._pieces[name] if (fetch := _fetch(entry, box))]
+            if not is_covered(Box.whole(box.shape), [fetch.target for _, fetch in found]):
+                raise DamagedError(f"the records do not make up leaf {name!r}", leaf=name)
+            for number, fetch in found:
+                reads.setdefault(number, []).append(fetch)
+        for number in sorted(reads):
+            yield self.parts[number], reads[number]
+
+
+def _fetch(entry: LeafEntry, wanted: Box) -> Fetch | None:
+    """The rows of a leaf in which something of a box lies. None if there is nothing."""
+    if not wanted.numel:
+        return None
+    met = entry.box.meet(wanted)
+    if met is None:
+        return None
+    inner = met.inside(entry.box)
+    first = inner.offsets[0] if inner.shape else 0
+    rows = entry.box.rows(first, first + met.row_count)
+    row_bytes = (entry.end - entry.start) // entry.box.row_count
+    start = entry.start + first * row_bytes
+    cut = replace(entry, shape=rows.shape, offsets=rows.offsets, start=start, end=start + met.row_count * row_bytes)
+    return Fetch(cut, met.inside(rows), met.inside(wanted))

@@ -1,0 +1,65 @@
+"""Tensors of which this process holds a part: what that part is.
+
+Owns:    the knowledge of torch's DTensor, and of the wrappers that many ranks put around a module.
+Holds:   torch.distributed is never imported here: who has such a tensor has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from stepwell.errors import StateError
+from stepwell.format.box import Box
+
+
+class Part(NamedTuple):
+    """The local tensor, and which box it is of a whole tensor of `shape`."""
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box
+
+
+def is_distributed(value: torch.Tensor) -> bool:
+    """Whether it is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_of(value: torch.Tensor) -> torch.Tensor:
+    """What lies in this process's memory of it."""
+    local: torch.Tensor = value._local_tensor if is_distributed(value) else value  # type: ignore[attr-defined]
+    return local
+
+
+def part_of(value: Any, label: str) -> Part:
+    """Which part of a DTensor is here. Raises StateError for one that is no part of anything, with `label` in it."""
+    if any(placement.is_partial() for placement in value.placements):
+        raise StateError(
+            f"{label}: a DTensor with a partial placement is a sum that was not made yet; redistribute it first",
+            path=label,
+            found=str(value.placements),
+        )
+    shape, local = tuple(value.shape), value._local_tensor
+    if not local.numel():
+        return Part(local, shape, Box((0,) * len(shape), (0,) * len(shape)))
+    (chunk,) = value.__create_chunk_list__()
+    return Part(local, shape, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+
+
+def like(value: Any, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor that lies as `value` does, with this local part."""
+    made: torch.Tensor = type(value).from_local(
+        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+    return made
+
+
+def unwrapped(target: Any) -> Any:
+    """The module behind DistributedDataParallel, whose names are those of one process."""
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    is_wrapper = module is not None and isinstance(target, module.DistributedDataParallel)
+    return target.module if is_wrapper else target

@@ -1,0 +1,87 @@
+"""One commit for all ranks, through the store alone.
+
+Owns:    what a rank leaves for the leader (a record, or a word why there is none), and how the leader ends it: by the
+         manifest, or by `void.json`.
+Before:  each rank's files are durable.   After: the checkpoint exists, or never will.
+Holds:   a record is never replaced once it is there, so a manifest names what it will always name; a rank that is lost
+         leaves older checkpoints in force.
+"""
+
+from __future__ import annotations
+
+import os
+
+from stepwell.errors import DamagedError, VoidError
+from stepwell.format.checksum import document_digest
+from stepwell.format.manifest import RecordRef, Void
+from stepwell.format.record import Record
+from stepwell.store import files
+from stepwell.store.commit import check_fence, record_name
+from stepwell.store.paths import RunPaths
+from stepwell.types import CheckpointId, Owner
+
+_MAX_VOID_BYTES = 64 << 10
+
+
+def leave_record(paths: RunPaths, record: Record) -> Record:
+    """Leave this rank's record for the leader. One that an earlier agent left stays, and is returned."""
+    path = paths.checkpoint(record.id) / record_name(record.owner)
+    files.put_new(path, record.dump(), point="record")
+    return Record.load(files.get(path), path=str(path))
+
+
+def find_record(paths: RunPaths, id: CheckpointId, owner: Owner) -> Record | None:
+    """The record that an earlier agent of this rank left."""
+    path = paths.checkpoint(id) / record_name(owner)
+    return Record.load(files.get(path), path=str(path)) if os.path.lexists(path) else None
+
+
+def leave_void(paths: RunPaths, void: Void) -> None:
+    """Say that this rank has no part in a checkpoint. Raises FencedError if the run moved on."""
+    check_fence(paths, void.id)
+    files.make_directory(paths.checkpoint(void.id))
+    files.put_new(paths.checkpoint(void.id) / f"{Owner(void.rank).stem}.void", void.dump(), point="void")
+
+
+def gather(paths: RunPaths, id: CheckpointId, world_size: int) -> list[tuple[Record, RecordRef]] | list[int]:
+    """The leader looks: all records, or the ranks that are missing. Raises VoidError if one gave up."""
+    directory = paths.checkpoint(id)
+    names = set(files.list_names(directory))
+    for rank in range(world_size):
+        name = f"{Owner(rank).stem}.void"
+        if name in names:
+            raise VoidError(_say(paths, id, directory / name), rank=rank)
+    owners = [Owner(rank, world_size) for rank in range(world_size)]
+    missing = [owner.rank for owner in owners if record_name(owner) not in names]
+    return missing or [_read(paths, id, owner) for owner in owners]
+
+
+def _read(paths: RunPaths, id: CheckpointId, owner: Owner) -> tuple[Record, RecordRef]:
+    path = paths.checkpoint(id) / record_name(owner)
+    data = files.get(path)
+    record = Record.load(data, path=str(path))
+    if record.id != id or record.owner != owner:
+        raise VoidError(f"{path}: belongs to {record.id}, rank {record.owner.rank} of {record.owner.world_size}")
+    return record, RecordRef(path.name, len(data), document_digest(data))
+
+
+def end_void(paths: RunPaths, void: Void) -> None:
+    """The leader ends it: the others see that and let go."""
+    check_fence(paths, void.id)
+    files.put_new(paths.void(void.id), void.dump(), point="void")
+
+
+def check_void(paths: RunPaths, id: CheckpointId) -> None:
+    """A rank that is not the leader looks. Raises VoidError if there will be no manifest."""
+    if os.path.lexists(paths.void(id)):
+        raise VoidError(_say(paths, id, paths.void(id)))
+    if not os.path.lexists(paths.checkpoint(id)):
+        raise VoidError(f"{id} was given up and removed")
+
+
+def _say(paths: RunPaths, id: CheckpointId, path: os.PathLike[str]) -> str:
+    try:
+        void = Void.load(files.get(paths.root / path, limit=_MAX_VOID_BYTES), path=str(path))
+        return f"rank {void.rank}: {void.reason}"
+    except DamagedError as error:
+        return f"void, and the reason cannot be read: {error}"

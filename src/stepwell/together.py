@@ -1,0 +1,192 @@
+"""The other ranks, as the training process sees them: one door to the group, the line and what they decide.
+
+Owns:    the group of the run, the line, and the order in which they are opened; what this rank stores.
+Not:     the decisions themselves (ranks), checkpoints (checkpointer).
+Holds:   alone, nothing here does anything. After opening nothing here waits, but for `save()` on the first verdict
+         about who stores what.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from stepwell import journal
+from stepwell.errors import GroupError, PersistError
+from stepwell.groups.choose import find_group
+from stepwell.groups.group import Group, default_seconds
+from stepwell.groups.line import Line
+from stepwell.groups.local import LocalGroup
+from stepwell.ranks.agreement import Agreement, Message
+from stepwell.ranks.events import RankLost, Sharing
+from stepwell.ranks.sharing import Claim, Shares, share
+from stepwell.snapshot.guard import content_digest
+from stepwell.state.flatten import Flat
+from stepwell.state.share import OWN, Cutter, describe
+from stepwell.types import Owner
+
+Costs = tuple[float, float]
+"""What a checkpoint takes from training, and until it is durable."""
+
+
+class Together:
+    """This rank among the others. Constructing only assigns; `open` is collective.
+
+    on_late:   see `Agreement`
+    on_costs:  told what checkpoints cost another rank (rank 0 only)
+    on_leave:  another rank was told to leave (rank 0 only)
+    """
+
+    def __init__(
+        self,
+        log: journal.EventLog,
+        on_late: Callable[[int], None],
+        on_costs: Callable[[int, Costs], None],
+        on_leave: Callable[[], None],
+    ) -> None:
+        self._log = log
+        self._on_late, self._on_costs, self._on_leave = on_late, on_costs, on_leave
+        self.group: Group = LocalGroup()
+        self._line: Line | None = None
+        self._agreement: Agreement | None = None
+        self._changed = threading.Condition()
+        self._form: object = None
+        self._round = 0
+        self._claims: dict[int, dict[int, dict[str, Claim]]] = {}
+        self._shares: dict[int, Shares] = {}
+        self._cutter: tuple[int, Cutter] | None = None
+        self._lost: list[int] = []
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank."""
+        return self.group.size == 1
+
+    @property
+    def owner(self) -> Owner:
+        """This rank, as records name it."""
+        return Owner(self.group.rank, self.group.size)
+
+    def open(self) -> Group:
+        """Find the group. Collective; once."""
+        self.group = find_group()
+        return self.group
+
+    def start(self) -> None:
+        """All have restored: from here on they talk over the line. Collective."""
+        if self.is_alone:
+            return
+        self._line = Line(self.group, self._on_message, self._on_line_lost)
+        self._agreement = Agreement(self.group.rank, self.group.size, self._line.send, self._on_late)
+        self._line.open()
+
+    def close(self) -> None:
+        """Let go of the others."""
+        if self._line is not None:
+            self._line.close()
+        self.group.close()
+
+    # -- when ---------------------------------------------------------------------------------------------------------
+
+    def pass_step(self, step: int, *, wishes: Iterable[str]) -> set[str]:
+        """What is to be done after this step: alone what is wished for, else what was planned."""
+        return set(wishes) if self._agreement is None else self._agreement.pass_step(step, wishes=wishes)
+
+    def tell_ready(self, is_ready: bool) -> None:
+        """See `Agreement`."""
+        if self._agreement is not None:
+            self._agreement.tell_ready(is_ready)
+
+    def ask_to_leave(self) -> None:
+        """See `Agreement`."""
+        if self._agreement is not None:
+            self._agreement.ask_to_leave()
+
+    def tell_costs(self, costs: Costs) -> None:
+        """What checkpoints cost this rank: the interval follows the slowest."""
+        if self._line is not None and not self.group.is_leader:
+            self._line.send({"type": "costs", "costs": costs})
+
+    # -- what this rank stores ----------------------------------------------------------------------------------------
+
+    def cut(self, flat: Flat, *, block: bool = False) -> Flat | None:
+        """What this rank stores of the state. None while the ranks have not agreed on that; with `block` it waits."""
+        if self._line is None:
+            return flat
+        self._claim(flat)
+        with self._changed:
+            if block and not self._changed.wait_for(lambda: self._is_settled(), default_seconds()):
+                raise PersistError(f"the ranks did not agree within {default_seconds():g} s on who stores what")
+            if self._lost and self._round not in self._shares:
+                raise GroupError(f"rank {self._lost[0]} is gone", missing=self._lost, operation="sharing the state")
+            if self._round not in self._shares:
+                return None
+            if self._cutter is None or self._cutter[0] != self._round:
+                self._cutter = (self._round, Cutter(self._shares[self._round]))
+        return self._cutter[1].cut(flat)
+
+    def _is_settled(self) -> bool:
+        return self._round in self._shares or bool(self._lost)
+
+    def _claim(self, flat: Flat) -> None:
+        """Tell rank 0 what this rank holds, when that is not what it was. All ranks do so at the same step."""
+        form = [(leaf.name, leaf.dtype, leaf.local.shape, leaf.box) for leaf in flat.leaves if leaf.path[0] != OWN]
+        if form == self._form:
+            return
+        assert self._line is not None
+        self._form = form
+        self._round += 1
+        found = {leaf.name: describe(leaf, content_digest) for leaf in flat.leaves if leaf.path[0] != OWN}
+        claims = {name: Claim(*facts) for name, facts in found.items()}
+        if self.group.is_leader:
+            self._hear_claims(0, self._round, claims)
+        else:
+            leaves = {name: claim.dump() for name, claim in claims.items()}
+            self._line.send({"type": "claims", "round": self._round, "leaves": leaves})
+
+    def _hear_claims(self, rank: int, number: int, claims: dict[str, Claim]) -> None:
+        assert self._line is not None
+        with self._changed:
+            heard = self._claims.setdefault(number, {})
+            heard[rank] = claims
+            if len(heard) < self.group.size:
+                return
+            del self._claims[number]
+        verdict = share([heard[rank] for rank in range(self.group.size)])
+        self._log.emit(_sharing(verdict, heard[0]))
+        for other in range(1, self.group.size):
+            self._line.send({"type": "shares", "round": number, "rows": verdict[other]}, to=other)
+        self._settle(number, verdict[0])
+
+    def _settle(self, number: int, shares: Shares) -> None:
+        with self._changed:
+            self._shares = {number: shares}
+            self._changed.notify_all()
+
+    # -- the line's thread --------------------------------------------------------------------------------------------
+
+    def _on_message(self, rank: int, message: Message) -> None:
+        kind = message["type"]
+        if kind == "claims":
+            claims = {name: Claim.load(values) for name, values in message["leaves"].items()}
+            self._hear_claims(rank, message["round"], claims)
+        elif kind == "shares":
+            self._settle(message["round"], {name: (first, last) for name, (first, last) in message["rows"].items()})
+        elif kind == "costs":
+            self._on_costs(rank, tuple(message["costs"]))
+        elif kind == "leave":
+            self._on_leave()
+        elif self._agreement is not None:
+            self._agreement.on_message(rank, message)
+
+    def _on_line_lost(self, rank: int) -> None:
+        """It died, or its machine: the launcher ends us, or training does. Nobody waits for it here."""
+        with self._changed:
+            self._lost.append(rank)
+            self._changed.notify_all()
+        self._log.emit(RankLost(rank=rank))
+
+
+def _sharing(verdict: Sequence[Shares], claims: dict[str, Claim]) -> Sharing:
+    shared = sum(name in verdict[0] for name in claims)
+    return Sharing(ranks=len(verdict), shared=shared, own=len(claims) - shared)

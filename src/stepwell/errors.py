@@ -8,6 +8,7 @@
     |-- PersistError      a snapshot did not become durable
     |-- AgentError        the agent process could not be started or reached
     |-- DataError         the data source cannot be resumed
+    |-- GroupError        a rank did not answer in time, or the processes do not form a group
     `-- FencedError       a newer lineage owns the run; this process may not commit
 
 Each error carries its facts as fields (`path`, `step`, `expected`, `found`, ...) next to the sentence,
@@ -57,6 +58,13 @@ class AgentError(StepwellError):
 
 class DataError(StepwellError):
     """The data source cannot be brought back to a position."""
+
+
+class GroupError(StepwellError):
+    """A rank did not answer in time, or the processes do not form a group.
+
+    `missing` lists the ranks that were waited for, `operation` says what for.
+    """
 
 
 class FencedError(StepwellError):

@@ -9,6 +9,7 @@
     |-- AgentError        the agent process could not be started or reached
     |-- DataError         the data source cannot be resumed
     |-- VoidError         a checkpoint of many ranks came to nothing, because one of them could not take part
+    |-- GroupError        a rank did not answer in time, or the processes do not form a group
     `-- FencedError       a newer lineage owns the run; this process may not commit
 
 Each error carries its facts as fields (`path`, `step`, `expected`, `found`, ...) next to the sentence,
@@ -62,6 +63,13 @@ class DataError(StepwellError):
 
 class VoidError(StepwellError):
     """A rank could not take its part in a checkpoint: it is void for all of them, and older ones stay in force."""
+
+
+class GroupError(StepwellError):
+    """A rank did not answer in time, or the processes do not form a group.
+
+    `missing` lists the ranks that were waited for, `operation` says what for.
+    """
 
 
 class FencedError(StepwellError):

@@ -1,0 +1,30 @@
+"""What holds for groups over torch.distributed: training's own collectives and ours do not meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.groups.launch import Backend, Stage
+
+Play = Callable[[Backend, str, int], Stage]
+
+
+@pytest.mark.parametrize("scene", ["training", "alone in a collective"])
+def test_collectives_of_training_do_not_hold_ours(play: Play, torch_backend: Backend, scene: str) -> None:
+    play(torch_backend, scene, 3).results()
+
+
+def test_a_line_between_processes(play: Play, torch_backend: Backend) -> None:
+    play(torch_backend, "line", 3).results(2)
+
+
+def test_a_line_between_nodes(play: Play, torch_backend: Backend) -> None:
+    play(torch_backend, "line between nodes", 3).results()
+
+
+def test_a_rank_that_cannot_connect_is_named_by_all(play: Play, torch_backend: Backend) -> None:
+    for result in play(torch_backend, "line cannot connect", 3).results().values():
+        assert result["missing"] == [2]
+        assert "rank 2 could not connect to rank 0 within 1 s (port 1: 127.0.0.1" in result["error"]

@@ -1,0 +1,405 @@
+"""The line: what arrives, what is refused, and that a sender never waits. Ranks are threads or played by the test."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from stepwell.errors import GroupError
+from stepwell.groups import wire as wire_module
+from stepwell.groups.line import Line
+from stepwell.groups.local import LocalGroup
+from stepwell.groups.meet import Place, call
+from stepwell.groups.wire import GOODBYE, Message
+from tests.groups.circle import Circle
+
+SECONDS = 10.0
+
+
+class End:
+    """A line, and what its callbacks were told."""
+
+    def __init__(self, circle: Circle, rank: int) -> None:
+        self.heard: list[tuple[int, Message]] = []
+        self.lost: list[int] = []
+        self.threads: set[str] = set()
+        self._changed = threading.Condition()
+        self.group = circle.rank(rank)
+        self.line = Line(self.group, self._hear, self._lose)
+
+    def _hear(self, rank: int, message: Message) -> None:
+        with self._changed:
+            self.threads.add(threading.current_thread().name)
+            self.heard.append((rank, message))
+            self._changed.notify_all()
+        if message.get("raise"):
+            raise RuntimeError("a callback that fails")
+
+    def _lose(self, rank: int) -> None:
+        with self._changed:
+            self.lost.append(rank)
+            self._changed.notify_all()
+
+    def until(self, claim: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(claim, SECONDS), (self.heard[-3:], self.lost)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def open_all(stack: ExitStack, size: int) -> list[End]:
+    circle = Circle(size)
+    ends = [End(circle, rank) for rank in range(size)]
+    for end in ends:
+        stack.callback(end.line.close)
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(lambda end: end.line.open(SECONDS), ends))
+    return ends
+
+
+class Caller:
+    """Rank 1 of two, played by hand: `place` is what rank 0 said, `join` ends the opening."""
+
+    def __init__(self, stack: ExitStack, seconds: float = SECONDS) -> None:
+        circle = Circle(2)
+        self.leader = End(circle, 0)
+        self._group = circle.rank(1)
+        self._stack = stack
+        self._opening = stack.enter_context(ThreadPoolExecutor(1)).submit(self.leader.line.open, seconds)
+        stack.callback(self.leader.line.close)
+        place = self._group.broadcast(None, "opening the line: where rank 0 listens", SECONDS)
+        self.place = Place.from_plain(place)
+
+    def connect(self, rank: int = 1, token: bytes | None = None, seconds: float = SECONDS) -> socket.socket:
+        place = Place(self.place.addresses, self.place.port, token or self.place.token)
+        sock = call(place, rank, time.monotonic() + seconds)
+        self._stack.callback(sock.close)
+        return sock
+
+    def join(self) -> None:
+        self._group.all_gather({}, "opening the line: who is connected", SECONDS)
+        self._opening.result(SECONDS)
+
+    def raw(self) -> socket.socket:
+        sock = socket.create_connection((self.place.addresses[0], self.place.port), timeout=SECONDS)
+        self._stack.callback(sock.close)
+        return sock
+
+
+def frame(message: object) -> bytes:
+    body = json.dumps(message).encode()
+    return struct.pack("<Q", len(body)) + body
+
+
+def is_hung_up(sock: socket.socket) -> bool:
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+# What arrives
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_both_directions_in_order(stack: ExitStack, size: int) -> None:
+    leader, *others = ends = open_all(stack, size)
+    for number in range(500):
+        for end in ends:
+            end.line.send({"n": number})
+    leader.until(lambda: len(leader.heard) == 500 * len(others))
+    for rank, other in enumerate(others, 1):
+        other.until(lambda other=other: len(other.heard) == 500)  # type: ignore[misc]
+        assert [message["n"] for sender, message in leader.heard if sender == rank] == list(range(500))
+        assert other.heard == [(0, {"n": number}) for number in range(500)]
+    assert leader.threads == {"stepwell-line"}
+
+
+def test_to_one_rank_only(stack: ExitStack) -> None:
+    leader, first, second = open_all(stack, 3)
+    leader.line.send({"n": 1}, to=2)
+    leader.line.send({"n": 2})
+    second.until(lambda: len(second.heard) == 2)
+    first.until(lambda: len(first.heard) == 1)
+    assert first.heard == [(0, {"n": 2})]
+    assert second.heard == [(0, {"n": 1}), (0, {"n": 2})]
+
+
+def test_a_large_message_arrives_whole(stack: ExitStack) -> None:
+    leader, other = open_all(stack, 2)
+    other.line.send({"text": "x" * (20 << 20)})
+    leader.until(lambda: bool(leader.heard))
+    assert len(leader.heard[0][1]["text"]) == 20 << 20
+
+
+def test_what_was_sent_is_what_it_was_then(stack: ExitStack) -> None:
+    leader, other = open_all(stack, 2)
+    message = {"n": 1}
+    leader.line.send(message)
+    message["n"] = 2
+    other.until(lambda: bool(other.heard))
+    assert other.heard == [(0, {"n": 1})]
+
+
+def test_a_callback_that_fails_does_not_end_the_line(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    leader, other = open_all(stack, 2)
+    with caplog.at_level(logging.ERROR, logger="stepwell"):
+        other.line.send({"raise": True})
+        other.line.send({"n": 1})
+        leader.until(lambda: len(leader.heard) == 2)
+    assert "a callback of the line failed" in caplog.text
+
+
+def test_alone_nothing_happens() -> None:
+    before = threading.active_count()
+    line = Line(LocalGroup(), lambda rank, message: None, lambda rank: None)
+    line.open()
+    line.send({"n": 1})
+    assert threading.active_count() == before
+    line.close()
+    line.close()
+
+
+def test_ranks_that_have_no_line_are_refused(stack: ExitStack) -> None:
+    leader, other = open_all(stack, 2)
+    for end, to in ((leader, 0), (other, 1)):
+        with pytest.raises(GroupError, match="has no line to"):
+            end.line.send({}, to=to)
+    with pytest.raises(GroupError, match="at most"):
+        other.line.send({"text": "x" * (65 << 20)})
+
+
+# Who is let in
+
+
+def test_who_does_not_know_the_token_is_refused(stack: ExitStack) -> None:
+    caller = Caller(stack)
+    with pytest.raises(OSError, match="hung up"):
+        caller.connect(token=bytes(16), seconds=0.2)
+    check_that_rank_1_can_still_join(caller)
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" + b"x" * 100, b"\0" * 52, b"\xff" * 5000])
+def test_garbage_is_refused(stack: ExitStack, garbage: bytes) -> None:
+    caller = Caller(stack)
+    sock = caller.raw()
+    sock.sendall(garbage)
+    assert is_hung_up(sock)
+    check_that_rank_1_can_still_join(caller)
+
+
+def test_a_silent_connection_holds_nobody(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepwell.groups.meet._TRY_SECONDS", 0.5)
+    caller = Caller(stack)
+    silent = caller.raw()
+    assert is_hung_up(silent)
+    also_silent = caller.raw()
+    check_that_rank_1_can_still_join(caller)
+    assert is_hung_up(also_silent)
+
+
+@pytest.mark.parametrize("rank", [0, 2, 1 << 31])
+def test_a_rank_that_does_not_exist_is_refused(stack: ExitStack, rank: int) -> None:
+    caller = Caller(stack)
+    assert is_hung_up(caller.connect(rank))
+    check_that_rank_1_can_still_join(caller)
+
+
+def test_a_second_connection_of_a_rank_replaces_nothing(stack: ExitStack) -> None:
+    circle = Circle(3)
+    leader = End(circle, 0)
+    others = [circle.rank(1), circle.rank(2)]
+    pool = stack.enter_context(ThreadPoolExecutor(3))
+    opening = pool.submit(leader.line.open, SECONDS)
+    stack.callback(leader.line.close)
+    plain = list(pool.map(lambda group: group.broadcast(None, "opening the line: where rank 0 listens", 5), others))
+    place = Place.from_plain(plain[0])
+    first = stack.enter_context(call(place, 1, time.monotonic() + SECONDS))
+    assert is_hung_up(stack.enter_context(call(place, 1, time.monotonic() + SECONDS)))
+    second = stack.enter_context(call(place, 2, time.monotonic() + SECONDS))
+    list(pool.map(lambda group: group.all_gather({}, "opening the line: who is connected", 5), others))
+    opening.result(SECONDS)
+    first.sendall(frame({"n": 1}))
+    second.sendall(frame({"n": 2}))
+    leader.until(lambda: sorted(leader.heard, key=lambda item: item[0]) == [(1, {"n": 1}), (2, {"n": 2})])
+    assert leader.lost == []
+
+
+def test_nobody_is_let_in_later(stack: ExitStack) -> None:
+    caller = Caller(stack)
+    check_that_rank_1_can_still_join(caller)
+    with pytest.raises(OSError):
+        caller.raw()
+
+
+def check_that_rank_1_can_still_join(caller: Caller) -> None:
+    sock = caller.connect()
+    caller.join()
+    sock.sendall(frame({"n": 1}))
+    caller.leader.until(lambda: caller.leader.heard == [(1, {"n": 1})])
+    assert caller.leader.lost == []
+
+
+# Who is lost
+
+
+@pytest.mark.parametrize(
+    "last_words",
+    [
+        b"",
+        struct.pack("<Q", (64 << 20) + 1),
+        struct.pack("<Q", 1 << 63),
+        struct.pack("<Q", 4) + b"\xff\xff\xff\xff",
+        frame([1, 2]),
+        frame("text"),
+        struct.pack("<Q", 400_000) + b"[" * 400_000,
+    ],
+    ids=["nothing", "a long message", "a huge length", "no text", "a list", "a string", "too deep"],
+)
+def test_a_peer_that_ends_or_talks_nonsense_is_lost_once(stack: ExitStack, last_words: bytes) -> None:
+    caller = Caller(stack)
+    sock = caller.connect()
+    caller.join()
+    sock.sendall(frame({"n": 1}) + last_words)
+    sock.shutdown(socket.SHUT_WR)
+    caller.leader.until(lambda: caller.leader.lost == [1])
+    assert caller.leader.heard == [(1, {"n": 1})]
+    caller.leader.line.send({"n": "to nobody"})
+    caller.leader.line.close()
+    assert caller.leader.lost == [1]
+
+
+def test_a_peer_that_closes_is_not_lost(stack: ExitStack) -> None:
+    leader, first, second = open_all(stack, 3)
+    first.line.send({"n": 1})
+    first.line.close()
+    second.line.send({"n": 2})
+    leader.until(lambda: len(leader.heard) == 2)
+    leader.line.close()
+    second.until(lambda: second.line._wires == {} or second.line._thread is None)
+    assert [leader.lost, first.lost, second.lost] == [[], [], []]
+
+
+def test_a_slow_reader_does_not_hold_the_sender(stack: ExitStack) -> None:
+    caller = Caller(stack)
+    sock = caller.connect()
+    caller.join()
+    text = "x" * (1 << 20)
+    slowest = 0.0
+    for number in range(30):
+        began = time.monotonic()
+        caller.leader.line.send({"n": number, "text": text})
+        slowest = max(slowest, time.monotonic() - began)
+    assert slowest < 0.5
+    with sock.makefile("rb") as stream:
+        for number in range(30):
+            (length,) = struct.unpack("<Q", stream.read(8))
+            assert json.loads(stream.read(length))["n"] == number
+    assert caller.leader.lost == []
+
+
+def test_a_peer_that_never_reads_is_lost(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_module, "_STUCK_SECONDS", 0.3)
+    caller = Caller(stack)
+    caller.connect()
+    caller.join()
+    for _ in range(10):
+        caller.leader.line.send({"text": "x" * (9 << 20)})
+    caller.leader.until(lambda: caller.leader.lost == [1])
+
+
+# The end
+
+
+def test_close_sends_what_is_queued(stack: ExitStack) -> None:
+    caller = Caller(stack)
+    sock = caller.connect()
+    caller.join()
+    sock.sendall(frame({"unread": "x" * 1000}))  # a socket closed with unread bytes would take back what it sent
+    for number in range(100):
+        caller.leader.line.send({"n": number, "text": "x" * 100_000})
+    closing = stack.enter_context(ThreadPoolExecutor(1)).submit(caller.leader.line.close)
+    with sock.makefile("rb") as stream:
+        for number in range(100):
+            (length,) = struct.unpack("<Q", stream.read(8))
+            assert json.loads(stream.read(length))["n"] == number
+        assert stream.read() == GOODBYE
+    closing.result(SECONDS)
+    caller.leader.line.close()
+    caller.leader.line.send({"n": "too late"})
+    assert not any(thread.name == "stepwell-line" for thread in threading.enumerate())
+
+
+def test_close_does_not_wait_for_ever_for_one_that_does_not_read(stack: ExitStack) -> None:
+    caller = Caller(stack)
+    caller.connect()
+    caller.join()
+    caller.leader.line.send({"text": "x" * (30 << 20)})
+    began = time.monotonic()
+    caller.leader.line.close()
+    assert 1.0 < time.monotonic() - began < 4.0
+
+
+def test_close_in_a_callback(stack: ExitStack) -> None:
+    circle = Circle(2)
+    leader = End(circle, 0)
+    other: Line = Line(circle.rank(1), lambda rank, message: other.close(), lambda rank: None)
+    stack.callback(leader.line.close)
+    stack.callback(other.close)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda line: line.open(SECONDS), [leader.line, other]))
+    thread = other._thread
+    assert thread is not None
+    leader.line.send({})
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def test_no_descriptor_is_left(stack: ExitStack) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for end in open_all(stack, 3):
+        end.line.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_rank_that_never_calls_is_named(stack: ExitStack) -> None:
+    caller = Caller(stack, seconds=0.3)
+    with pytest.raises(GroupError, match="rank 1 could not connect to rank 0"):
+        caller.join()
+
+
+def test_a_forked_child_leaves_the_line_alone(stack: ExitStack) -> None:
+    leader, other = open_all(stack, 2)
+    fds = [wire.socket.fileno() for end in (leader, other) for wire in end.line._wires.values()]
+    pid = os.fork()
+    if pid == 0:
+        try:
+            open_fds = [fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}")]
+            leader.line.send({"n": "from the child"})
+            leader.line.close()
+            other.line.close()
+            os._exit(len(open_fds))
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    leader.line.send({"n": 1})
+    other.line.send({"n": 2})
+    other.until(lambda: other.heard == [(0, {"n": 1})])
+    leader.until(lambda: leader.heard == [(1, {"n": 2})])
+    assert leader.lost == other.lost == []

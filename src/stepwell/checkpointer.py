@@ -29,6 +29,7 @@ from stepwell.own import OwnState
 from stepwell.pace import Pace
 from stepwell.policy.every import Policy
 from stepwell.reopen import Reopened, load_only, reopen
+from stepwell.snapshot.inflight import Inflight
 from stepwell.snapshot.snapshotter import Snapshotter
 from stepwell.snapshot.uploads import SaveHandle
 from stepwell.state.capture import Capture
@@ -37,6 +38,7 @@ from stepwell.state.tracked import track as track_objects
 from stepwell.store.history import CLOSED, TOLD
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import ProgressFile
+from stepwell.together import NOT_AGREED, Together
 from stepwell.types import Keep, Status
 
 
@@ -77,13 +79,14 @@ class Checkpointer:
         given = {"keep": keep, "data": data, "seed": seed, "host_memory": host_memory, "snapshot": snapshot}
         given |= {"grace": grace, "notice": notice, "on_unseekable": on_unseekable}
         options.check_options(policy=policy, memory=memory, track=track, **given)
-        self._paths = RunPaths(options.run_directory(where))
+        self._together = Together(self._on_late, self._on_costs, self._on_leave)
+        self._paths = RunPaths(options.run_directory(where), self._together.owner.rank)
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self._seed = seed
         self._tracked = track_objects(options.named_objects(track, tracked))
         self._capture = Capture(self._tracked)
-        self._log = journal.EventLog(self._paths.events, who="trainer", background=True)
-        self._pace = Pace(self._paths, options.choose_policy(policy, overhead), memory, self._log)
+        self._log = self._together.log = journal.EventLog(self._paths.events, who="trainer", background=True)
+        self._pace = Pace(self._paths, self._together.owner, options.choose_policy(policy, overhead), memory, self._log)
         self._outcomes = Outcomes(self._pace.end, lambda pid: self._progress.update(self._steps.step, agent_pid=pid))
         self._client = AgentClient(self._log, self._outcomes.on_agent)
         self._snapshotter = Snapshotter(
@@ -135,7 +138,14 @@ class Checkpointer:
         if only is None:
             return self._reopen(step=step, before=before, strict=strict).restored is not None
         self._may_abandon = True
-        return load_only(self._paths, self._tracked, log=self._log, step=step, before=before, only=only, strict=strict)
+        which: dict[str, Any] = {
+            "step": step,
+            "before": before,
+            "only": only,
+            "strict": strict,
+            "group": self._together.open(),
+        }
+        return load_only(self._paths, self._tracked, log=self._log, **which)
 
     def _ensure_open(self) -> None:
         if self._is_closed:
@@ -144,20 +154,25 @@ class Checkpointer:
             self._reopen(fresh=True, may_abandon=self._may_abandon)
 
     def _reopen(self, **wishes: Any) -> Reopened:
-        wishes |= {"log": self._log, "client": self._client, "attach": self.data.begin, "check": self._own.check}
+        wishes |= {"log": self._log, "client": self._client, "attach": self._attach, "check": self._own.check}
+        wishes["group"] = self._together.open()
         with self._client.starting():
             reopened = reopen(self._paths, self._tracked, seed=self._seed, **wishes)
             self._open(reopened)
         return reopened
 
+    def _attach(self, seed: int) -> None:
+        self.data.begin(seed, self._together.owner)
+
     def _open(self, reopened: Reopened) -> None:
         """From here on the run is ours: agent, data, hooks, memory."""
         self._log.lineage = self._outcomes.lineage = reopened.lineage.number
         if reopened.own is not None:
-            for problem in self._own.load(reopened.own):
+            for problem in self._own.load(reopened.own, reopened.derived_seed):
                 self._log.emit(events.Mismatch(problems=[problem]))
         self._snapshotter.open(reopened.lineage.number)
         self._client.start(reopened.hello(self._paths, self._keep))
+        self._together.start()
         self._reopened = reopened
         self._pace.open(is_restart=reopened.restored is not None)
         self._leave.listen()
@@ -172,8 +187,10 @@ class Checkpointer:
             return
         self._outcomes.committed_step = self._steps.step
         self._pace.restart(self._steps.step, durable=True)
-        flat = self._capture.flatten(self._own.capture())
-        self._pace.know(flat, self._steps.step)
+        whole = self._capture.flatten(self._own.capture())
+        self._pace.know(whole, self._steps.step)
+        flat = self._together.cut(whole, block=True)
+        assert flat is not None
         self._snapshotter.prepare(flat, frozen=reopened.frozen)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -218,19 +235,31 @@ class Checkpointer:
     def _end_iteration(self) -> None:
         """Count the step, if it was one, and ask the policies."""
         has_stepped, order = self._count_step(), self._leave.order
-        if order is not None and (has_stepped or self._steps.is_between):
+        if order is not None and (order.is_for_peer or (self._together.is_alone and self._steps.is_between)):
             self._go(order)
         if not has_stepped:
             return
         step, is_end = self._steps.step, self.data.is_at_end
-        self._pace.end_iteration(step)
-        if self._outcomes.is_due_again or self._pace.is_due(step, is_epoch_end=is_end):
+        costs = self._pace.end_iteration(step)
+        if costs is not None:
+            self._together.tell_costs(costs)
+        sure, wished = self._pace.wishes(step, is_epoch_end=is_end, again=self._outcomes.is_due_again)
+        if order is not None:
+            self._together.ask_to_leave()
+            wished.append("leave")
+        due = self._together.pass_step(step, wishes=wished, is_busy=self._outcomes.uploads.is_busy) | sure
+        if "leave" in due:
+            self._go(self._leave.order or self._leave.take("another rank"))
+        if "save" in due:
             self._save(block=False)
-        elif self._pace.is_memory_due(step, is_epoch_end=is_end):
+        elif "memory" in due:
             self._save(block=False, durable=False)
         elif self._snapshotter.is_unprepared:
             with contextlib.suppress(StateError):  # said again, with its path, by the first save
-                self._snapshotter.prepare(self._capture.flatten(self._own.capture(is_draft=True)))
+                flat = self._together.cut(self._capture.flatten(self._own.capture(is_draft=True)))
+                if flat is not None:
+                    self._snapshotter.prepare(flat)
+        self._together.tell_ready(self._snapshotter.pool.is_ready)
 
     def _count_step(self) -> bool:
         self._log.flush(until=self._steps.step)  # a step late: a tensor of this one would make the host wait
@@ -299,19 +328,23 @@ class Checkpointer:
             if block:
                 raise AgentError("the agent died again and again; see the log above for its error")
             return None
+        taken: Inflight | str
         try:
-            flat = self._capture.flatten(self._own.capture())
-            self._pace.know(flat, self._steps.step)
-            meta = {"step": step, "repeat": repeat, "durable": durable, "created": time.time(), "tree": flat.tree}
+            whole = self._capture.flatten(self._own.capture())
+            self._pace.know(whole, self._steps.step)
+            flat = self._together.cut(whole, block=block)
+            meta = {"step": step, "repeat": repeat, "durable": durable, "created": time.time(), "tree": whole.tree}
             is_end = self.data.is_at_end or self._own.is_finished
             meta |= {"epoch_end": is_end, "finished": self._own.is_finished, "name": name, "files": files or {}}
-            taken = self._snapshotter.take(flat, meta, block=block)
+            taken = NOT_AGREED if flat is None else self._snapshotter.take(flat, meta, block=block)
         except Exception as error:
+            self._give_up(step, repeat, str(error), durable=durable)
             if block:
                 raise
             taken = f"{type(error).__name__}: {error}"  # a failed checkpoint never stops training
             self._pace.restart(step, durable=durable)  # and the same at every step helps nobody
         if isinstance(taken, str):
+            self._give_up(step, repeat, taken, durable=durable)
             self._log.emit(events.SnapshotSkipped(step=step, reason=taken))
             return None
         self._pace.restart(step, durable=durable)
@@ -321,6 +354,23 @@ class Checkpointer:
         self._outcomes.is_due_again, self._repeats = False, {step: repeat}
         self._pace.begin(taken.sequence, started, is_asked=block)
         return SaveHandle(step, taken.staged, self._outcomes.uploads.open(taken.sequence))
+
+    def _give_up(self, step: int, repeat: int, reason: str, *, durable: bool) -> None:
+        """This rank has no part in a checkpoint of all: let them know, and count on as they do."""
+        if not self._together.is_alone:
+            self._pace.restart(step, durable=durable)
+            if durable:
+                self._repeats = {step: repeat}
+                self._client.send({"type": "void", "step": step, "repeat": repeat, "reason": reason})
+
+    def _on_late(self, step: int) -> None:
+        self._client.send({"type": "void", "step": step, "repeat": 0, "reason": "it had passed this step already"})
+
+    def _on_costs(self, rank: int, costs: tuple[float, float]) -> None:
+        self._pace.note_others(rank, costs)
+
+    def _on_leave(self) -> None:
+        self._leave.take("another rank")
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until every snapshot taken so far is committed. Raises PersistError for one that was given up."""
@@ -377,6 +427,7 @@ class Checkpointer:
         pending = self._outcomes.uploads.pending()
         self._client.close(seconds=self._close_seconds if pending else 10.0)
         self._snapshotter.close()
+        self._together.close()
         self._pace.close(CLOSED)
         self._log.close()
         self._pace.release()

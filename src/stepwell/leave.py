@@ -105,6 +105,15 @@ class Leave:
             signal.signal(number, self._on_signal)
         _listening.add(self)
 
+    def take(self, by: str) -> Order:
+        """Somebody else was told, and so are we. Returns the order that holds."""
+        now = time.monotonic()
+        if self.order is None:
+            self.order = Order(by, now, now + (self._grace or _STUCK_SECONDS), REQUEUE)
+            if self._thread is not None:
+                self._wake()
+        return self.order
+
     def stop(self) -> None:
         """Give the signals back: at once in the main thread, else each when it comes."""
         self._is_over = True

@@ -56,6 +56,7 @@ class Outcomes:
             self.uploads.forget(sequence)
         elif kind == "failed":
             self.is_fenced = self.is_fenced or (message["fenced"] and message["lineage"] == self.lineage)
+            self.is_due_again = self.is_due_again or message["void"]
             if message["final"]:
                 self.uploads.fail(sequence, PersistError(message["error"], step=message["step"]))
         elif kind == "replaced":

@@ -50,14 +50,22 @@ class OwnState:
                 "there is: restore(strict=False)"
             )
 
-    def load(self, own: dict[str, Any]) -> list[str]:
-        """Go back to what was captured. Returns what could not be set on this machine, or is not as it was."""
+    def load(self, own: dict[str, Any], derived_seed: int | None = None) -> list[str]:
+        """Go back to what was captured. Returns what could not be set on this machine, or is not as it was.
+
+        derived_seed:  for the generators, where those of this rank were not saved: other ranks did that
+        """
         problem = self._data.drift(own)
         self._steps.step, self.is_finished = own["step"], own["finished"]
         self._go(self._data.read(own))
         self._data.load(own)
-        self._rng_to_set = own["rng"]
-        return [*([problem] if problem else []), *rng.restore(own["rng"])]
+        problems = [problem] if problem else []
+        if derived_seed is None:
+            self._rng_to_set = own["rng"]
+            return problems + rng.restore(own["rng"])
+        rng.seed(derived_seed)
+        self._rng_to_set = rng.capture()
+        return [*problems, "the generators of this rank are derived from the run's seed: other ranks saved this"]
 
     def settle_generators(self, *, again: bool) -> None:
         """The loop has begun: set the generators once more if `again`, and never after that."""

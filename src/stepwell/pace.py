@@ -18,7 +18,7 @@ from typing import Final
 
 from stepwell import events, journal
 from stepwell.policy.auto import Auto, Tempo, sentence
-from stepwell.policy.every import Cadence, Never, Policy
+from stepwell.policy.every import Cadence, Never, Policy, is_counted
 from stepwell.policy.interval import Interval
 from stepwell.policy.profile import Profile
 from stepwell.snapshot.ticks import Ticks, device_name
@@ -54,11 +54,13 @@ class _Iteration:
 class Pace:
     """Answers "now?" after every step. Constructing only assigns."""
 
-    def __init__(self, paths: RunPaths, policy: Policy, memory: Policy | None, log: journal.EventLog) -> None:
-        self._paths, self._policy, self._log = paths, policy, log
+    def __init__(
+        self, paths: RunPaths, owner: Owner, policy: Policy, memory: Policy | None, log: journal.EventLog
+    ) -> None:
+        self._paths, self._owner, self._policy, self._log = paths, owner, policy, log
         self._disk, self._memory = Cadence(policy), Cadence(memory or Never())
         self._profile = Profile()
-        self._tempo = Tempo(policy, self._profile) if isinstance(policy, Auto) else None
+        self._tempo = Tempo(policy, self._profile) if isinstance(policy, Auto) and owner.is_leader else None
         self._ticks: Ticks[_Iteration] = Ticks()
         self._file = HistoryFile(paths.history, log.later)
         self._history = History()
@@ -77,6 +79,8 @@ class Pace:
         """The run is ours."""
         self._opened = time.monotonic()
         self._is_first_step = is_restart
+        if not self._owner.is_leader:
+            return  # one history for all ranks
         with contextlib.suppress(OSError):  # learned again
             self._history = self._file.open().next()
         self._file.update(self._history)
@@ -86,7 +90,7 @@ class Pace:
         if self._is_known:
             return
         self._is_known = True
-        here, history = _conditions(flat, self._paths), self._history
+        here, history = _conditions(flat, self._paths, self._owner), self._history
         was = history.measured_on
         self._history = replace(history, measured_on=here)
         if history.checkpoint is None or history.durable is None:
@@ -132,8 +136,8 @@ class Pace:
         """The training thread waited for us."""
         self._stall += seconds
 
-    def end_iteration(self, step: int) -> None:
-        """A step is done."""
+    def end_iteration(self, step: int) -> tuple[float, float] | None:
+        """A step is done. Returns what checkpoints cost, when that was measured anew."""
         if self._is_first_step:
             self._is_first_step = False
             self._history = replace(self._history, restart=age_of_this_process())
@@ -150,6 +154,12 @@ class Pace:
             self._write()
         if self._tempo is not None and self._tempo.has_news:
             self._decide(self._tempo, step)
+        checkpoint, durable = self._profile.checkpoint, self._profile.durable
+        return (checkpoint, durable) if ended and checkpoint is not None and durable is not None else None
+
+    def note_others(self, rank: int, costs: tuple[float, float]) -> None:
+        """What checkpoints cost another rank: the interval follows the slowest. Any thread."""
+        self._profile.note_others(rank, *costs)
 
     def _decide(self, tempo: Tempo, step: int) -> None:
         history = replace(self._history, seconds=time.monotonic() - self._opened)
@@ -190,16 +200,24 @@ class Pace:
         self._disk.epochs += 1
         self._memory.epochs += 1
 
-    def is_due(self, step: int, *, is_epoch_end: bool) -> bool:
-        """Whether a checkpoint is due."""
+    def wishes(self, step: int, *, is_epoch_end: bool, again: bool) -> tuple[set[str], list[str]]:
+        """What is due: what all ranks find alike by counting, and what has to be planned by one of them.
+
+        again:  the last one came to nothing
+        """
+        sure: set[str] = set()
+        wished = ["save"] if again else []
+        if self._is_due(step, is_epoch_end=is_epoch_end):
+            (sure.add if is_counted(self._policy) else wished.append)("save")
+        elif self._memory.is_due(step, is_epoch_end=is_epoch_end):
+            (sure.add if is_counted(self._memory.policy) else wished.append)("memory")
+        return sure, wished
+
+    def _is_due(self, step: int, *, is_epoch_end: bool) -> bool:
         if self._tempo is not None and self._tempo.chosen is None and self._lives:
             return False  # the first one is being measured
         interval = None if self._tempo is None else self._tempo.interval()
         return self._disk.is_due(step, is_epoch_end=is_epoch_end, interval=interval)
-
-    def is_memory_due(self, step: int, *, is_epoch_end: bool) -> bool:
-        """Whether a snapshot that only stays in memory is due."""
-        return self._memory.is_due(step, is_epoch_end=is_epoch_end)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -235,10 +253,12 @@ class Pace:
 
     def explain(self) -> str:
         """The present frequency, and why, in one sentence."""
-        return f"{self._policy}, as asked for." if self._tempo is None else self._tempo.explain()
+        if self._tempo is not None:
+            return self._tempo.explain()
+        return "Rank 0 decides." if isinstance(self._policy, Auto) else f"{self._policy}, as asked for."
 
 
-def _conditions(flat: Flat, paths: RunPaths) -> dict[str, str]:
+def _conditions(flat: Flat, paths: RunPaths, owner: Owner) -> dict[str, str]:
     """What the cost of a checkpoint depends on."""
     shapes = hashlib.blake2b(digest_size=8)
     for leaf in flat.leaves:
@@ -249,5 +269,5 @@ def _conditions(flat: Flat, paths: RunPaths) -> dict[str, str]:
         "device": device_name(),
         "state": shapes.hexdigest(),
         "storage": f"{os.uname().nodename}:{os.statvfs(paths.root).f_fsid:x}",
-        "world size": str(Owner().world_size),
+        "world size": str(owner.world_size),
     }

@@ -1,51 +1,68 @@
-"""Opening a run directory: inventory, plan, verified read, load; then the next lineage.
+"""Opening a run directory: inventory, plan, verified read, vote; then the next lineage.
 
-Owns:    the order of these for one process, and what is said to the person.
+Owns:    the order of these, and what is said to the person.
 Before:  nothing is running.   After: `checkpointer` starts the agent in the new lineage.
-Holds:   a damaged candidate is reported and the next older one is tried; never silently from zero; the lineage is
-         created only after the state is back.
+Holds:   rank 0 opens, lists and chooses for all, so that all try the same candidates in the same order; a candidate
+         counts only if every rank has it. A damaged one is reported and the next older one is tried; never silently
+         from zero; the lineage is created only after the state is back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from stepwell import events, journal
-from stepwell.agent.client import AgentClient, find_orphan
-from stepwell.arena.channel import Message, place
-from stepwell.arena.memory import Arena, ArenaShape
-from stepwell.errors import ConfigError, DamagedError, RestoreError, listing
+from stepwell import errors, events, journal
+from stepwell.agent.client import AgentClient
+from stepwell.arena.channel import Message
+from stepwell.errors import ConfigError, DamagedError, RestoreError, StepwellError, listing
 from stepwell.faults import crash_point
 from stepwell.format.manifest import Lineage, Run
-from stepwell.format.record import FileEntry, Record
+from stepwell.groups.group import Group
+from stepwell.groups.local import LocalGroup
+from stepwell.holdings import Holdings
 from stepwell.options import seconds_from
-from stepwell.restore.load import load_record
+from stepwell.restore.load import Loaded, load
 from stepwell.restore.plan import Choice, choose
-from stepwell.restore.read import FileSource, MemorySource, Source
+from stepwell.restore.read import FileSource
+from stepwell.restore.whole import Part
 from stepwell.state.tracked import Tracked
 from stepwell.store import catalog
 from stepwell.store.lineage import create_next, open_run, read_history
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
-from stepwell.types import CheckpointId, Keep
+from stepwell.types import CheckpointId, Keep, Owner
 
 
 @dataclass
 class Reopened:
-    """An opened run. `restored` is None after a fresh start; `own` is the run's own state, if it came back."""
+    """An opened run. `restored` is None after a fresh start; `own` is the run's own state, if it came back.
+
+    is_resized:  as many ranks as saved it are not here: what was each rank's own is rank 0's
+    """
 
     run: Run
     lineage: Lineage
-    restored: CheckpointId | None
-    own: dict[str, Any] | None
+    owner: Owner
+    restored: CheckpointId | None = None
+    own: dict[str, Any] | None = None
     frozen: set[str] = field(default_factory=set)
+    is_resized: bool = False
+
+    @property
+    def derived_seed(self) -> int | None:
+        """For the generators of this rank, where it cannot have its own ones back."""
+        if not self.is_resized or self.restored is None:
+            return None
+        text = f"stepwell.rank/1:{self.run.seed}:{self.restored}:{self.owner.rank}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
     def start(self, *, step: int, agent_pid: int, data: str | None) -> events.Start:
         """The event that says who opened the run."""
@@ -60,8 +77,8 @@ class Reopened:
             "run": self.run.id,
             "root": str(paths.root),
             "lineage": self.lineage.number,
-            "rank": 0,
-            "world_size": 1,
+            "rank": self.owner.rank,
+            "world_size": self.owner.world_size,
             "keep": asdict(keep),
             "linger": seconds_from("STEPWELL_LINGER", 60),
             "patience": seconds_from("STEPWELL_GROUP_SECONDS", 600),
@@ -70,14 +87,23 @@ class Reopened:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A checkpoint that may be restored, and how to get at its bytes."""
+    """A checkpoint that may be restored. `is_committed`: what is not in memory is on disk."""
 
     id: CheckpointId
-    source: str
-    record: Callable[[], Record]
-    open_source: Callable[[FileEntry], Source]
     is_suspect: bool
-    is_live: bool = True
+    is_live: bool
+    is_committed: bool
+    in_memory: bool = False
+
+    def dump(self) -> list[Any]:
+        """As it travels."""
+        return [self.id.directory, self.is_suspect, self.is_live, self.is_committed, self.in_memory]
+
+    @classmethod
+    def load(cls, values: Sequence[Any]) -> _Candidate:
+        id = CheckpointId.parse(values[0])
+        assert id is not None
+        return cls(id, *values[1:])
 
 
 def reopen(
@@ -89,41 +115,45 @@ def reopen(
     client: AgentClient,
     attach: Callable[[int], None],
     check: Callable[[dict[str, Any]], None],
+    group: Group | None = None,
     step: int | None = None,
     before: int | None = None,
     strict: bool = True,
     fresh: bool = False,
     may_abandon: bool = False,
 ) -> Reopened:
-    """Open or create the run and restore what is asked for.
+    """Open or create the run and restore what is asked for. Collective: all ranks restore the same checkpoint.
 
     attach:       told the run's seed, before anything is read
     check:        told the run's own state, if `strict`, before anything is changed; may refuse it
     fresh:        restore nothing: refused where there are checkpoints, unless
     may_abandon:  the user took single objects out of them and goes on from step 0
     """
-    journal.speak_to_terminal()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("this version checkpoints one process; WORLD_SIZE is above 1")
-    run = open_run(paths, seed=_seed(seed))
+    group = LocalGroup() if group is None else group
+    journal.speak_to_terminal(level=logging.INFO if group.is_leader else logging.WARNING)
+    opened = _lead(group, "opening the run", lambda: open_run(paths, seed=_seed(seed)).dump().decode())
+    run, owner = Run.load(opened.encode(), path=str(paths.run)), Owner(group.rank, group.size)
     attach(run.seed)
-    entries = catalog.scan(paths)
+
+    def next_lineage(parent: int, step: int) -> Lineage:
+        made = _lead(group, "the next lineage", lambda: create_next(paths, parent=parent, step=step).dump().decode())
+        return Lineage.load(made.encode(), path=str(paths.lineages))
+
     if fresh:
-        if not may_abandon:
-            _refuse_overwriting(paths, entries)
-        return Reopened(run, create_next(paths, parent=0, step=0), None, None)
-    memory = _Memory.find(run.id, paths.root, client)
+        _lead(group, "a fresh start", lambda: None if may_abandon else _refuse_overwriting(paths, catalog.scan(paths)))
+        return Reopened(run, next_lineage(0, 0), owner)
+    holdings = Holdings.find(run.id, paths.root, client, group.rank)
     client.launch()
-    with contextlib.closing(memory):
-        choices = choose(entries, step=step, before=before)
-        candidates = memory.candidates(paths, step, before) + _from_disk(paths, choices, log)
-        candidates.sort(key=_preference)
-        restored, own, frozen = _try_all(candidates, tracked, log, paths, None, strict, check if strict else None)
+    with contextlib.closing(holdings):
+        everywhere = group.all_gather(_inventory(holdings), "what is held in memory")
+        plans = _lead(group, "the plan", lambda: _plan(paths, everywhere, log, step, before))
+        candidates = [_Candidate.load(values) for values in plans]
+        restored = _try_all(candidates, holdings, tracked, log, paths, group, strict, check if strict else None)
         if restored is None:
-            _check_nothing(paths, choices, log)
-            return Reopened(run, create_next(paths, parent=0, step=0), None, None)
-        lineage = create_next(paths, parent=restored.lineage, step=restored.step)
-    return Reopened(run, lineage, restored, own, frozen)
+            return Reopened(run, next_lineage(0, 0), owner)
+        id, loaded, frozen, world_size = restored
+        lineage = next_lineage(id.lineage, id.step)
+    return Reopened(run, lineage, owner, id, loaded.own, frozen, world_size != group.size)
 
 
 def load_only(
@@ -135,28 +165,90 @@ def load_only(
     before: int | None,
     only: str | set[str],
     strict: bool,
+    group: Group | None = None,
 ) -> bool:
     """Take single objects out of a run and leave the run as it is: no lineage, no agent. False: nothing was there."""
+    group = LocalGroup() if group is None else group
     only = {only} if isinstance(only, str) else only
     journal.speak_to_terminal()
-    choices = choose(catalog.scan(paths), step=step, before=before, any_branch=True)
-    restored, _, _ = _try_all(_from_disk(paths, choices, log), tracked, log, paths, only, strict)
-    if restored is None:
+    plans = _lead(group, "the plan", lambda: _plan(paths, [], log, step, before, any_branch=True))
+    candidates = [_Candidate.load(values) for values in plans]
+    return _try_all(candidates, Holdings(), tracked, log, paths, group, strict, None, only) is not None
+
+
+def _lead(group: Group, what: str, call: Callable[[], Any]) -> Any:
+    """What rank 0 found, on all ranks; or its error."""
+    answer: dict[str, Any] = {}
+    error: Exception | None = None
+    if group.is_leader:
+        try:
+            answer = {"value": call()}
+        except Exception as raised:  # the others wait for an answer, whatever went wrong
+            error, answer = raised, {"error": type(raised).__name__, "text": str(raised)}
+    answer = group.broadcast(answer, what)
+    if error is not None:
+        raise error
+    if "error" in answer:
+        raise _same_kind(answer["error"], f"rank 0: {answer['text']}")
+    return answer["value"]
+
+
+def _same_kind(name: str, text: str) -> StepwellError:
+    kind = getattr(errors, name, None)
+    return kind(text) if isinstance(kind, type) and issubclass(kind, StepwellError) else StepwellError(text)
+
+
+def _inventory(holdings: Holdings) -> dict[str, Any]:
+    """What this rank can read from memory: of each snapshot whose parts, and whether it is suspect."""
+    found = {}
+    for id, parts in holdings.held.items():
+        records = [part.record for part in parts.values()]
+        found[id.directory] = {
+            "ranks": sorted(parts),
+            "of": records[0].owner.world_size,
+            "suspect": any(record.suspect is not None for record in records),
+        }
+    return found
+
+
+def _plan(
+    paths: RunPaths,
+    everywhere: Sequence[dict[str, Any]],
+    log: journal.EventLog,
+    step: int | None,
+    before: int | None,
+    *,
+    any_branch: bool = False,
+) -> list[list[Any]]:
+    """Rank 0: candidates in the order they are tried. Raises RestoreError if there are checkpoints but none to try."""
+    choices = choose(catalog.scan(paths), step=step, before=before, any_branch=any_branch)
+    found: dict[CheckpointId, _Candidate] = {}
+    for choice in choices:
+        entry = choice.entry
+        if entry.damage is not None:
+            log.emit(events.Damage(directory=entry.id.directory, reason=entry.damage))
+        if choice.rank is not None and entry.manifest is not None:
+            found[entry.id] = _Candidate(entry.id, entry.manifest.suspect is not None, entry.is_live, True)
+    history = read_history(paths)
+    for directory in {name for held in everywhere for name in held}:
+        id = CheckpointId.parse(directory)
+        wanted = id is not None and (step is None or id.step == step) and (before is None or id.step < before)
+        if id is None or not wanted or not history.is_live(id):
+            continue
+        facts = [held.get(directory) for held in everywhere]
+        is_whole = all(fact is not None and fact["ranks"] == list(range(fact["of"])) for fact in facts)
+        if is_whole:
+            is_suspect = any(fact is not None and fact["suspect"] for fact in facts)
+            found[id] = _Candidate(id, is_suspect, True, id in found, in_memory=True)
+    if not found:
         _check_nothing(paths, choices, log)
-    return restored is not None
+    return [candidate.dump() for candidate in sorted(found.values(), key=_preference)]
 
 
-def _preference(candidate: _Candidate) -> tuple[bool, bool, int, int, int, bool]:
-    """As `choose` ranks them, with memory before disk: not suspect, live, newest."""
+def _preference(candidate: _Candidate) -> tuple[bool, bool, int, int, int]:
+    """As `choose` ranks them: not suspect, live, newest."""
     id = candidate.id
-    return (
-        candidate.is_suspect,
-        not candidate.is_live,
-        -id.step,
-        -id.lineage,
-        -id.repeat,
-        candidate.source != "memory",
-    )
+    return candidate.is_suspect, not candidate.is_live, -id.step, -id.lineage, -id.repeat
 
 
 def _seed(seed: int | None) -> int | None:
@@ -186,73 +278,93 @@ def _check_nothing(paths: RunPaths, choices: Sequence[Choice], log: journal.Even
     log.emit(events.Fresh(where=str(paths.root)))
 
 
-def _from_disk(paths: RunPaths, choices: Sequence[Choice], log: journal.EventLog) -> list[_Candidate]:
-    candidates = []
-    for choice in choices:
-        entry = choice.entry
-        if entry.damage is not None:
-            log.emit(events.Damage(directory=entry.id.directory, reason=entry.damage))
-        if choice.rank is not None and entry.manifest is not None:
-            candidates.append(_disk_candidate(paths, entry))
-    return candidates
+def _sources(candidate: _Candidate) -> list[str]:
+    """Where a candidate can be read from, the nearest first."""
+    return [*(["memory"] if candidate.in_memory else []), *(["disk"] if candidate.is_committed else [])]
 
 
-def _disk_candidate(paths: RunPaths, entry: catalog.Entry) -> _Candidate:
-    manifest, directory = entry.manifest, entry.path
-    assert manifest is not None
-    return _Candidate(
-        id=entry.id,
-        source="disk",
-        record=lambda: catalog.read_record(paths, manifest),
-        open_source=lambda file: FileSource(directory / file.name),
-        is_suspect=manifest.suspect is not None,
-        is_live=entry.is_live,
-    )
+def _parts(paths: RunPaths, id: CheckpointId, source: str, holdings: Holdings) -> list[Part]:
+    """Of each rank that saved it. Raises DamagedError."""
+    if source == "memory":
+        return [holdings.held[id][rank] for rank in sorted(holdings.held[id])]
+    manifest, directory = catalog.read_manifest(paths, id), paths.checkpoint(id)
+    records = [catalog.read_record(paths, manifest, rank) for rank in range(manifest.world_size)]
+    return [Part(record, lambda file: FileSource(directory / file.name)) for record in records]
 
 
 def _try_all(
     candidates: Sequence[_Candidate],
+    holdings: Holdings,
     tracked: Sequence[Tracked],
     log: journal.EventLog,
     paths: RunPaths,
-    only: set[str] | None,
+    group: Group,
     strict: bool,
-    check: Callable[[dict[str, Any]], None] | None = None,
-) -> tuple[CheckpointId | None, dict[str, Any] | None, set[str]]:
-    """The first candidate whose every byte is right. Raises RestoreError when all of them are damaged."""
+    check: Callable[[dict[str, Any]], None] | None,
+    only: set[str] | None = None,
+) -> tuple[CheckpointId, Loaded, set[str], int] | None:
+    """The first candidate whose every byte is right on every rank. Raises RestoreError when all are damaged."""
     damaged = []
     for candidate in candidates:
-        started = time.monotonic()
-        try:
-            with _no_collection():
-                record = candidate.record()
-                loaded = load_record(record, candidate.open_source, tracked, only=only, strict=strict, check=check)
-        except DamagedError as error:
-            damaged.append(f"{candidate.id} ({candidate.source}): {error}")
-            log.emit(events.Damage(directory=candidate.id.directory, reason=str(error)))
-            continue
-        crash_point("restore.loaded")
-        if loaded.problems:
-            log.emit(events.Mismatch(problems=loaded.problems))
-        log.emit(
-            events.Restore(
-                step=candidate.id.step,
-                directory=candidate.id.directory,
-                source=candidate.source,
-                seconds=time.monotonic() - started,
-                nbytes=loaded.nbytes,
-                redone=_redone(paths, candidate.id),
-                suspect=candidate.is_suspect,
+        for source in _sources(candidate):
+            started, mine = time.monotonic(), 0
+            parts: list[Part] = []
+            loaded: Loaded | None = None
+            error: Exception | None = None
+            try:
+                with _no_collection():
+                    parts = _parts(paths, candidate.id, source, holdings)
+                    mine = group.rank if len(parts) == group.size else 0
+                    loaded = load(parts, tracked, mine=mine, only=only, strict=strict, check=check)
+            except Exception as raised:
+                error = raised
+            bad = _vote(group, candidate, error)
+            if bad is not None:
+                damaged.append(f"{candidate.id} ({source}): {bad}")
+                log.emit(events.Damage(directory=candidate.id.directory, reason=bad))
+                continue
+            assert loaded is not None
+            crash_point("restore.loaded")
+            if loaded.problems:
+                log.emit(events.Mismatch(problems=loaded.problems))
+            log.emit(
+                events.Restore(
+                    step=candidate.id.step,
+                    directory=candidate.id.directory,
+                    source=source,
+                    seconds=time.monotonic() - started,
+                    nbytes=loaded.nbytes,
+                    redone=_redone(paths, candidate.id),
+                    suspect=candidate.is_suspect,
+                )
             )
-        )
-        return candidate.id, loaded.own, {leaf.name for leaf in record.leaves if leaf.file == 1}
+            leaves = parts[mine].record.leaves
+            return candidate.id, loaded, {leaf.name for leaf in leaves if leaf.file == 1}, len(parts)
     if damaged:
         raise RestoreError(
             f"no checkpoint in {paths.root} is whole, and the live state may be half overwritten:\n{listing(damaged)}\n"
             "restore from a copy of the run directory, or start anew in another one",
             path=str(paths.root),
         )
-    return None, None, set()
+    return None
+
+
+def _vote(group: Group, candidate: _Candidate, error: Exception | None) -> str | None:
+    """Whether all ranks have the candidate. None: yes. Else what is damaged, on the first rank where it is.
+
+    Raises where a rank refused it for another reason: its own error there, one that names the rank on the others.
+    """
+    ballot = None if error is None else [type(error).__name__, str(error)]
+    votes = group.all_gather(ballot, f"the vote on step {candidate.id.step}")
+    if error is not None and not isinstance(error, DamagedError):
+        raise error
+    for rank, vote in enumerate(votes):
+        if vote is not None and vote[0] != "DamagedError":
+            raise _same_kind(vote[0], f"rank {rank}: {vote[1]}")
+    bad = [(rank, vote[1]) for rank, vote in enumerate(votes) if vote is not None]
+    if not bad:
+        return None
+    return bad[0][1] if group.size == 1 else f"rank {bad[0][0]}: {bad[0][1]}"
 
 
 @contextlib.contextmanager
@@ -273,50 +385,3 @@ def _redone(paths: RunPaths, id: CheckpointId) -> int | None:
     if progress is None or progress.step < id.step:
         return None
     return progress.step - id.step
-
-
-class _Memory:
-    """What a lingering agent still holds of the run."""
-
-    def __init__(self, arena: Arena | None = None, offer: Message | None = None) -> None:
-        self._arena = arena
-        self._offer = offer or {"snapshots": []}
-
-    @classmethod
-    def find(cls, run: str, root: Path, client: AgentClient) -> _Memory:
-        """Adopt the agent of a dead trainer on this node, if there is one, or has been in a try before this one."""
-        if client.offer is None:
-            found = find_orphan(place(run, root), rank=0)
-            if found is None:
-                return cls()
-            client.adopt(*found)
-        assert client.offer is not None
-        offer, fds = client.offer
-        if not fds:
-            return cls()
-        return cls(Arena.attach(os.dup(fds[0]), ArenaShape(**offer["arena"])), offer)
-
-    def candidates(self, paths: RunPaths, step: int | None, before: int | None) -> list[_Candidate]:
-        """Snapshots in memory that lie on the run's path and fit the request."""
-        history, found = read_history(paths), []
-        for item in self._offer["snapshots"]:
-            record = Record.load(item["record"].encode(), path="arena")
-            wanted = (step is None or record.id.step == step) and (before is None or record.id.step < before)
-            if wanted and history.is_live(record.id):
-                found.append(self._candidate(record, item["slot"], item["frozen"]))
-        return found
-
-    def _candidate(self, record: Record, slot: int, frozen: int) -> _Candidate:
-        arena = self._arena
-        assert arena is not None
-
-        def open_source(file: FileEntry) -> Source:
-            index = frozen if file is record.files[-1] and len(record.files) > 1 else slot
-            return MemorySource(arena.fd, arena.shape.start(index), file.nbytes, file.name)
-
-        return _Candidate(record.id, "memory", lambda: record, open_source, record.suspect is not None)
-
-    def close(self) -> None:
-        """Let go of the old arena; the agent frees it when its snapshots are durable."""
-        if self._arena is not None:
-            self._arena.close()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from stepwell import journal
 from stepwell.errors import GroupError, PersistError
-from stepwell.groups.choose import find_group
+from stepwell.events import Event
+from stepwell.groups.choose import choose_group
 from stepwell.groups.group import Group, default_seconds
 from stepwell.groups.line import Line
-from stepwell.groups.local import LocalGroup
 from stepwell.ranks.agreement import Agreement, Message
 from stepwell.ranks.events import RankLost, Sharing
 from stepwell.ranks.sharing import Claim, Shares, share
@@ -29,6 +30,9 @@ Costs = tuple[float, float]
 """What a checkpoint takes from training, and until it is durable."""
 
 
+NOT_AGREED: Final = "the ranks have not agreed yet on who stores what"
+
+
 class Together:
     """This rank among the others. Constructing only assigns; `open` is collective.
 
@@ -39,14 +43,14 @@ class Together:
 
     def __init__(
         self,
-        log: journal.EventLog,
         on_late: Callable[[int], None],
         on_costs: Callable[[int, Costs], None],
         on_leave: Callable[[], None],
     ) -> None:
-        self._log = log
+        self.log: journal.EventLog | None = None
         self._on_late, self._on_costs, self._on_leave = on_late, on_costs, on_leave
-        self.group: Group = LocalGroup()
+        self.group: Group = choose_group()
+        self._is_open = False
         self._line: Line | None = None
         self._agreement: Agreement | None = None
         self._changed = threading.Condition()
@@ -68,8 +72,10 @@ class Together:
         return Owner(self.group.rank, self.group.size)
 
     def open(self) -> Group:
-        """Find the group. Collective; once."""
-        self.group = find_group()
+        """Meet the others. Collective."""
+        if not self._is_open:
+            self._is_open = True
+            self.group.open()
         return self.group
 
     def start(self) -> None:
@@ -86,11 +92,21 @@ class Together:
             self._line.close()
         self.group.close()
 
+    def _emit(self, event: Event) -> None:
+        if self.log is not None:
+            self.log.emit(event)
+
     # -- when ---------------------------------------------------------------------------------------------------------
 
-    def pass_step(self, step: int, *, wishes: Iterable[str]) -> set[str]:
-        """What is to be done after this step: alone what is wished for, else what was planned."""
-        return set(wishes) if self._agreement is None else self._agreement.pass_step(step, wishes=wishes)
+    def pass_step(self, step: int, *, wishes: Iterable[str], is_busy: Callable[[], bool]) -> set[str]:
+        """What is to be done after this step: alone what is wished for, else what was planned.
+
+        is_busy:  a checkpoint is under way: with many ranks the next one is planned when they all have room again
+        """
+        if self._agreement is None:
+            return set(wishes)
+        wishes = [wish for wish in wishes if wish == "leave" or not is_busy()]
+        return self._agreement.pass_step(step, wishes=wishes)
 
     def tell_ready(self, is_ready: bool) -> None:
         """See `Agreement`."""
@@ -153,7 +169,7 @@ class Together:
                 return
             del self._claims[number]
         verdict = share([heard[rank] for rank in range(self.group.size)])
-        self._log.emit(_sharing(verdict, heard[0]))
+        self._emit(_sharing(verdict, heard[0]))
         for other in range(1, self.group.size):
             self._line.send({"type": "shares", "round": number, "rows": verdict[other]}, to=other)
         self._settle(number, verdict[0])
@@ -184,7 +200,7 @@ class Together:
         with self._changed:
             self._lost.append(rank)
             self._changed.notify_all()
-        self._log.emit(RankLost(rank=rank))
+        self._emit(RankLost(rank=rank))
 
 
 def _sharing(verdict: Sequence[Shares], claims: dict[str, Claim]) -> Sharing:

@@ -285,8 +285,21 @@ def _import_path() -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def peek(place: str, rank: int) -> tuple[Message, list[int]] | None:
+    """What another rank's agent on this machine holds, without becoming its trainer; None if there is nothing."""
+    found = _ask(place, rank, "peek")
+    if found is None:
+        return None
+    found[0].close()
+    return found[1], found[2]
+
+
 def find_orphan(place: str, rank: int) -> tuple[Channel, Message, list[int]] | None:
     """A lingering agent of this run whose trainer is dead, with what it offers; None if there is none."""
+    return _ask(place, rank, "adopt")
+
+
+def _ask(place: str, rank: int, wish: str) -> tuple[Channel, Message, list[int]] | None:
     for address in find_agents(place, rank):
         channel = connect(address, timeout=60.0)
         if channel is None:
@@ -296,7 +309,7 @@ def find_orphan(place: str, rank: int) -> tuple[Channel, Message, list[int]] | N
             channel.close()
             continue
         try:
-            channel.send({"type": "adopt", "protocol": PROTOCOL, "pid": os.getpid()})
+            channel.send({"type": wish, "protocol": PROTOCOL, "pid": os.getpid()})
             received = channel.receive()
         except OSError:
             received = None

@@ -62,6 +62,7 @@ class Agent:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         self._is_offering = False
+        self._is_greeted = False
         self._leave_at: float | None = None
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ class Agent:
             self.linger_seconds = message["linger"]
             self.paths = RunPaths(Path(message["root"]), self.owner.rank)
             self.worker.serve(self.paths, self.lineage, Keep(**message["keep"]), message["patience"])
-            self._leave_at = None
+            self._leave_at, self._is_greeted = None, True
         if self._listener is None:
             self._listener = listen(place(self.run_id, self.paths.root), self.owner.rank)
             self._selector.register(self._listener, selectors.EVENT_READ, self._on_successor)
@@ -274,7 +275,7 @@ class Agent:
         if not self._closing:
             step = progress.step if progress is not None and progress.pid == self._trainer_pid else 0
             self.worker.log.emit(events.TrainerDeath(pid=self._trainer_pid, step=step, pending=pending))
-        self._trainer_pid = 0
+        self._trainer_pid, self._is_greeted = 0, False
         self._leave_at = time.monotonic() + (0 if self._closing and not pending else self.linger_seconds)
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 2)  # `train 2>&1 | tee` must not wait for us
 
@@ -308,24 +309,30 @@ class Agent:
         sock.settimeout(10.0)
         try:
             received = channel.receive()
-            if received is None or received[0].get("type") != "adopt":
+            wish = None if received is None else received[0].get("type")
+            if received is None or wish not in ("adopt", "peek"):
                 channel.close()
                 return
-            is_taken = self._closing or self._is_offering
-            refusal = why_refused(received[0], trainer=self._trainer_pid, is_closing=is_taken)
+            is_peek = wish == "peek"
+            is_taken = self._closing or (self._is_offering and not is_peek)
+            trainer = self._trainer_pid if self._is_greeted or not is_peek else 0
+            refusal = why_refused(received[0], trainer=trainer, is_closing=is_taken)
             if refusal is not None:
                 channel.send({"type": "refused", "reason": refusal, "trainer": self._trainer_pid})
                 channel.close()
                 return
-            self._offer(channel, received[0]["pid"])
+            self._offer(channel, 0 if is_peek else received[0]["pid"])
         except OSError:
             channel.close()
 
     def _offer(self, channel: Channel, pid: int) -> None:
-        """Hand the arena over. A thread makes the offer: to hash a snapshot that is not written yet takes a while."""
+        """Hand the arena over. A thread makes the offer: to hash a snapshot that is not written yet takes a while.
+
+        `pid` is 0 for another rank that only reads.
+        """
         with self._lock:
             newest = self.worker.queue.newest_complete
-        self._is_offering = True
+        self._is_offering = self._is_offering or pid != 0
 
         def prepare() -> None:
             try:
@@ -340,6 +347,11 @@ class Agent:
 
     def _hand_over(self, channel: Channel, pid: int, offer: Message, fds: list[int]) -> None:
         """The successor becomes our trainer when it says hello on this connection."""
+        if not pid:
+            with contextlib.suppress(OSError):  # it is gone
+                channel.send(offer, fds)
+            channel.close()
+            return
         self._is_offering = False
         self._leave_at = time.monotonic() + self.linger_seconds
         try:

@@ -186,7 +186,6 @@ class Worker:
             pending.not_before = time.monotonic() + delay
             pending.is_done = final
             facts = {"sequence": pending.sequence, "step": pending.id.step, "error": str(error), "final": final}
-            self.outbox.append(
-                {"type": "failed", **facts, "fenced": isinstance(error, FencedError), "lineage": pending.id.lineage}
-            )
+            kinds = {"fenced": isinstance(error, FencedError), "void": isinstance(error, VoidError)}
+            self.outbox.append({"type": "failed", **facts, **kinds, "lineage": pending.id.lineage})
         os.eventfd_write(self.wake, 1)

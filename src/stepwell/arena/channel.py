@@ -131,6 +131,15 @@ def find_agents(place: str, rank: int) -> list[str]:
     return sorted(found)
 
 
+def find_ranks(place: str) -> list[int]:
+    """Ranks of this run that have an agent in this network namespace."""
+    start = f"@{_PREFIX}{place}/"
+    with open("/proc/net/unix") as table:
+        names = [line.split()[-1] for line in table]
+    ranks = {name.removeprefix(start).partition("/")[0] for name in names if name.startswith(start)}
+    return sorted(int(rank) for rank in ranks if rank.isdecimal())
+
+
 def connect(address: str, *, timeout: float) -> Channel | None:
     """Connect to an agent of the same user; None if it is gone or somebody else's."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)

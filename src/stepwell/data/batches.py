@@ -18,6 +18,7 @@ from stepwell.data.cursor import Cursor
 from stepwell.data.source import Source
 from stepwell.data.stateful import StatefulSource
 from stepwell.errors import DataError
+from stepwell.types import Owner
 
 _MOST_UNUSED = 1 << 16
 """A loop that never says what it used (an evaluation) must not fill memory."""
@@ -46,10 +47,11 @@ class Batches:
         self._end: Cursor | None = None
         self._start = self.at = Cursor()
 
-    def begin(self, seed: int) -> None:
-        """The run's seed is known: make the source. Raises DataError."""
+    def begin(self, seed: int, owner: Owner | None = None) -> None:
+        """The run's seed and ranks are known: make the source. Raises DataError."""
         if self._given is not None:
-            self.attach(make_source(self._given, seed, on_unseekable=self._on_unseekable, emit=self._emit))
+            how = {"on_unseekable": self._on_unseekable, "emit": self._emit, "owner": owner or Owner()}
+            self.attach(make_source(self._given, seed, **how))  # type: ignore[arg-type]
 
     def attach(self, source: Source) -> None:
         """Set the source."""

@@ -15,6 +15,9 @@ from stepwell.data.sampler import epoch_seed
 from stepwell.data.source import HOW, LoaderSource, SequenceSource, Source, rebuilt
 from stepwell.data.stateful import IterableSource, StatefulSource, has_state
 from stepwell.errors import DataError
+from stepwell.types import Owner
+
+_ALONE = Owner()
 
 
 def make_source(
@@ -23,10 +26,11 @@ def make_source(
     *,
     on_unseekable: str = "error",
     emit: Callable[[events.Event], None] = lambda _: None,
+    owner: Owner = _ALONE,
 ) -> Source:
-    """The source behind data=. Raises DataError for what cannot be resumed."""
+    """The source behind data=, for this rank. Raises DataError for what cannot be resumed."""
     if isinstance(data, OurLoader):
-        return data.source(seed)
+        return data.source(seed, owner)
     is_torch = isinstance(data, DataLoader)
     if has_state(data) and hasattr(data, "__iter__"):
         return StatefulSource(data, data, getattr(data, "exactness", "order"))

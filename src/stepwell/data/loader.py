@@ -18,6 +18,7 @@ from stepwell.data.cut import TAILS, Cut
 from stepwell.data.sampler import Plain
 from stepwell.data.source import LoaderSource
 from stepwell.errors import ConfigError, DataError
+from stepwell.types import Owner
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -31,8 +32,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         *,
         tail: str = "carry",
         keyed: bool | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         seed: int | None = None,
         **options: Any,
     ) -> None:
@@ -41,12 +42,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         tail:   the end of an epoch that is no whole number of batches: `carry` it over into the next epoch, `drop` it,
                 a `partial` batch, or `pad` it with samples that then come twice
         keyed:  seed the generators for each sample by (seed, epoch, sample); None: where there are workers
-        rank, world_size:  batches are those of this rank; `batch_size` is of one rank
+        rank, world_size:  batches are those of this rank; `batch_size` is of one rank. None: as in the run, or alone
         seed:   of order and randomness; None: that of the run, or 0 without one
         """
         if tail not in TAILS:
             raise ConfigError(f"tail={tail!r}: give one of {', '.join(TAILS)}", name="tail")
-        if not 0 <= rank < world_size:
+        if (rank is None) != (world_size is None):
+            raise ConfigError("give rank= and world_size= both, or neither", name="rank")
+        if rank is not None and world_size is not None and not 0 <= rank < world_size:
             raise ConfigError(f"rank={rank} of world_size={world_size}: ranks count from 0", name="rank")
         if extra := sorted({"sampler", "batch_sampler", "drop_last"} & options.keys()):
             raise ConfigError(f"{extra[0]}= goes with torch's own DataLoader; here shuffle= and tail= say it all")
@@ -54,13 +57,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise ConfigError("an IterableDataset has no positions; give a map-style data set", name="dataset")
         drop_last = tail == "drop" and batch_size is not None
         super().__init__(dataset, batch_size, shuffle, drop_last=drop_last, **options)
-        self._cut = Cut(batch_size or 1, tail, rank, world_size)
+        self._cut = Cut(batch_size or 1, tail, rank or 0, world_size or 1)
+        self._has_rank = rank is not None
         self._is_shuffled, self._is_keyed, self._seed = shuffle, keyed, seed
         self._alone: LoaderSource | None = None
         self._at = Cursor()
 
-    def source(self, seed: int) -> LoaderSource:
-        """What a run reads from; `seed` is the run's."""
+    def source(self, seed: int, owner: Owner | None = None) -> LoaderSource:
+        """What a run reads from; seed and rank are the run's, where none were given."""
+        if owner is not None and not self._has_rank:
+            self._cut = self._cut._replace(rank=owner.rank, world_size=owner.world_size)
         seed = seed if self._seed is None else self._seed
         keyed = self.num_workers > 0 if self._is_keyed is None else self._is_keyed
         order, batched = seed if self._is_shuffled else None, self.batch_size is not None

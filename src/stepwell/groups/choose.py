@@ -19,12 +19,13 @@ _SIZES: Final = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 def find_group(seconds: float | None = None) -> Group:
     """The group of this process, open. Collective. Raises ConfigError for several that nothing connects."""
-    group = _choose()
+    group = choose_group()
     group.open(seconds)
     return group
 
 
-def _choose() -> Group:
+def choose_group() -> Group:
+    """The group of this process, not open yet: it knows its rank and size. Not collective."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         from stepwell.groups.distributed import DistributedGroup

@@ -66,11 +66,16 @@ class Never:
         return False
 
 
+def is_counted(policy: Policy) -> bool:
+    """Whether it looks at steps and epochs alone: then all ranks find the same, without a word."""
+    return isinstance(policy, Never) or (isinstance(policy, Every) and policy.seconds is None)
+
+
 class Cadence:
     """A policy, and what passed since its last snapshot."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._at = time.monotonic()
         self.epochs = 0
         self.step = 0
@@ -78,7 +83,7 @@ class Cadence:
     def is_due(self, step: int, *, is_epoch_end: bool, interval: float | None = None) -> bool:
         """Asked after every step."""
         seconds = time.monotonic() - self._at
-        return self._policy.is_due(Moment(step, step - self.step, seconds, self.epochs, is_epoch_end, interval))
+        return self.policy.is_due(Moment(step, step - self.step, seconds, self.epochs, is_epoch_end, interval))
 
     def restart(self, step: int) -> None:
         """There is a snapshot of this step: count from here."""

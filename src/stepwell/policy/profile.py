@@ -58,6 +58,7 @@ class Profile:
         self._stretch: _Stretch | None = None
         self._costs: deque[Cost] = deque(maxlen=_MOST)
         self._durables: deque[float] = deque(maxlen=_LAST)
+        self._others: dict[int, tuple[float, float]] = {}
         self.since_clean = 0
         """Checkpoints since the last clean iteration."""
         self.news = 0
@@ -68,6 +69,11 @@ class Profile:
         self.news += 1
         self._costs.append(Cost(checkpoint, 0.0))
         self._durables.append(durable)
+
+    def note_others(self, rank: int, checkpoint: float, durable: float) -> None:
+        """What checkpoints cost another rank."""
+        self._others[rank] = (checkpoint, durable)
+        self.news += 1
 
     def note_iteration(self, seconds: float, *, stall: float, is_busy: bool) -> None:
         """An iteration is over; `stall` is what our own waits in the training thread took of it."""
@@ -139,12 +145,12 @@ class Profile:
 
     @property
     def checkpoint(self) -> float | None:
-        """What a checkpoint takes from training; None before the first account is closed."""
+        """What a checkpoint takes from training, on the slowest rank; None before the first account is closed."""
         if not self._costs:
             return None
         costs = list(self._costs)
         error = math.sqrt(sum(item.error**2 for item in costs)) / len(costs)
-        return max(0.0, _mean(costs) + error)
+        return max(0.0, _mean(costs) + error, *(cost for cost, _ in self._others.values()))
 
     @property
     def durable(self) -> float | None:
@@ -152,7 +158,7 @@ class Profile:
         if not self._durables:
             return None
         ordered = sorted(self._durables)
-        return ordered[max(0, len(ordered) - 2)]
+        return max(ordered[max(0, len(ordered) - 2)], *(durable for _, durable in self._others.values()), 0.0)
 
 
 def _mean(costs: list[Cost]) -> float:

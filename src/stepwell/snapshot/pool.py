@@ -158,6 +158,11 @@ class SlotPool:
             return None
 
     @property
+    def is_ready(self) -> bool:
+        """Whether there is memory for snapshots."""
+        return self.arena is not None and not self._is_preparing
+
+    @property
     def is_preparing(self) -> bool:
         """Whether the preparation thread is at work."""
         return self._is_preparing

@@ -92,6 +92,10 @@ class Uploads:
         for future in self.pending():
             _result(future, timeout)
 
+    def is_busy(self) -> bool:
+        """Whether one is under way."""
+        return bool(self.pending())
+
     def pending(self) -> list[Future[str]]:
         """Those that are not decided."""
         with self._lock:

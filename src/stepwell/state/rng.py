@@ -58,5 +58,14 @@ def restore(state: dict[str, Any]) -> list[str]:
     return left_out
 
 
+def seed(value: int) -> None:
+    """Set all global generators to a seed below 2**32."""
+    random.seed(value)
+    torch.manual_seed(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(value)
+
+
 def _as_tuples(value: Any) -> Any:
     return tuple(_as_tuples(item) for item in value) if isinstance(value, list | tuple) else value

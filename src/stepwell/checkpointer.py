@@ -187,11 +187,11 @@ class Checkpointer:
             return
         self._outcomes.committed_step = self._steps.step
         self._pace.restart(self._steps.step, durable=True)
-        whole = self._capture.flatten(self._own.capture())
-        self._pace.know(whole, self._steps.step)
-        flat = self._together.cut(whole, block=True)
-        assert flat is not None
-        self._snapshotter.prepare(flat, frozen=reopened.frozen)
+        flat = self._capture.flatten(self._own.capture())
+        self._pace.know(flat, self._steps.step)
+        self._snapshotter.trust_frozen(flat, reopened.frozen)
+        if self._together.is_alone:  # else after the first step: what differs between ranks shows then
+            self._snapshotter.prepare(flat)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,12 @@ class Checkpointer:
         if order is not None:
             self._together.ask_to_leave()
             wished.append("leave")
+        if self._outcomes.has_drifted:
+            wished.insert(0, "look again")
         due = self._together.pass_step(step, wishes=wished, is_busy=self._outcomes.uploads.is_busy) | sure
+        if "look again" in due:
+            self._outcomes.has_drifted = False
+            self._together.look_again(self._capture.flatten(self._own.capture(is_draft=True)))
         if "leave" in due:
             self._go(self._leave.order or self._leave.take("another rank"))
         if "save" in due:

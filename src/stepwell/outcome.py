@@ -30,6 +30,8 @@ class Outcomes:
         """The agent died again and again: nothing will be written any more."""
         self.is_due_again = False
         """The last snapshot was void: the next step takes another, blocking."""
+        self.has_drifted = False
+        """What the ranks share is not the same on all of them any more: they have to look again."""
 
     def attach(self, snapshotter: Snapshotter) -> None:
         """Where slots are given back."""
@@ -57,6 +59,7 @@ class Outcomes:
         elif kind == "failed":
             self.is_fenced = self.is_fenced or (message["fenced"] and message["lineage"] == self.lineage)
             self.is_due_again = self.is_due_again or message["void"]
+            self.has_drifted = self.has_drifted or message["drift"]
             if message["final"]:
                 self.uploads.fail(sequence, PersistError(message["error"], step=message["step"]))
         elif kind == "replaced":

@@ -338,7 +338,7 @@ def _try_all(
                     suspect=candidate.is_suspect,
                 )
             )
-            leaves = parts[mine].record.leaves
+            leaves = [leaf for part in parts for leaf in part.record.leaves]
             return candidate.id, loaded, {leaf.name for leaf in leaves if leaf.file == 1}, len(parts)
     if damaged:
         raise RestoreError(

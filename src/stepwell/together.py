@@ -141,6 +141,11 @@ class Together:
                 self._cutter = (self._round, Cutter(self._shares[self._round]))
         return self._cutter[1].cut(flat)
 
+    def look_again(self, flat: Flat) -> None:
+        """What was shared has drifted apart: ask for a new verdict. All ranks do so at the same step."""
+        self._form = None
+        self.cut(flat)
+
     def _is_settled(self) -> bool:
         return self._round in self._shares or bool(self._lost)
 
@@ -187,7 +192,9 @@ class Together:
             claims = {name: Claim.load(values) for name, values in message["leaves"].items()}
             self._hear_claims(rank, message["round"], claims)
         elif kind == "shares":
-            self._settle(message["round"], {name: (first, last) for name, (first, last) in message["rows"].items()})
+            self._settle(
+                message["round"], {name: (first, last, who) for name, (first, last, who) in message["rows"].items()}
+            )
         elif kind == "costs":
             self._on_costs(rank, tuple(message["costs"]))
         elif kind == "leave":

@@ -279,6 +279,7 @@ def make_record(pending: Pending, entries: list[FileEntry]) -> Record:
         tree=pending.meta["tree"],
         suspect=pending.suspect(),
         versions=pending.layout.versions,
+        copies=pending.meta.get("copies", {}),
     )
 
 

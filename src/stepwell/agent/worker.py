@@ -187,5 +187,6 @@ class Worker:
             pending.is_done = final
             facts = {"sequence": pending.sequence, "step": pending.id.step, "error": str(error), "final": final}
             kinds = {"fenced": isinstance(error, FencedError), "void": isinstance(error, VoidError)}
+            kinds["drift"] = bool(isinstance(error, VoidError) and error.fields.get("is_drift"))
             self.outbox.append({"type": "failed", **facts, **kinds, "lineage": pending.id.lineage})
         os.eventfd_write(self.wake, 1)

@@ -148,6 +148,10 @@ class Fields:
             self._fail(key, "a list of whole numbers")
         return tuple(value)
 
+    def optional(self, key: str, default: Any) -> Any:
+        """The value as it is, or what stands for a missing one."""
+        return self._document.get(key, default)
+
     def raw(self, key: str) -> Any:
         """The value as it is; a missing key is damage."""
         if key not in self._document:

@@ -83,6 +83,8 @@ class Record:
     suspect: str | None = None
     parity: dict[str, Any] | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
+    """Digests over samples of what several ranks (`0,1,2`) hold copies of, and each stores a part of."""
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +93,7 @@ class Record:
 
     def dump(self) -> bytes:
         """Bytes of the record file."""
+        copies = {"copies": self.copies} if self.copies else {}
         return seal(
             {
                 "format": KIND,
@@ -104,6 +107,7 @@ class Record:
                 "suspect": self.suspect,
                 "parity": self.parity,
                 "versions": self.versions,
+                **copies,
                 "files": [asdict(file) for file in self.files],
                 "leaves": [_fields(leaf) for leaf in self.leaves],
                 "tree": self.tree,
@@ -122,9 +126,13 @@ class Record:
             raise DamagedError(f"{path}: two leaves share a name", path=path)
         for number, file in enumerate(files):
             _check_cover(file, [leaf for leaf in leaves if leaf.file == number], path)
-        parity, versions = fields.raw("parity"), fields.raw("versions")
-        if not (parity is None or isinstance(parity, dict)) or not isinstance(versions, dict):
-            raise DamagedError(f"{path}: parity or versions are not of their form", path=path)
+        parity, versions, copies = fields.raw("parity"), fields.raw("versions"), fields.optional("copies", {})
+        if (
+            not (parity is None or isinstance(parity, dict))
+            or not isinstance(versions, dict)
+            or not isinstance(copies, dict)
+        ):
+            raise DamagedError(f"{path}: parity, versions or copies are not of their form", path=path)
         owner = Owner(fields.integer("rank"), fields.integer("world_size"))
         if owner.rank >= owner.world_size:
             raise DamagedError(f"{path}: rank {owner.rank} of {owner.world_size}", path=path)
@@ -136,6 +144,7 @@ class Record:
             suspect=fields.optional_text("suspect"),
             parity=parity,
             versions=versions,
+            copies=copies,
             files=files,
             leaves=leaves,
             tree=fields.raw("tree"),

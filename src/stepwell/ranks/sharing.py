@@ -16,8 +16,8 @@ from typing import Any, Final
 from stepwell.format import dtypes
 from stepwell.format.box import Box
 
-Rows = tuple[int, int]
-"""Of the part of a leaf that a rank holds, the rows it stores: [first, last)."""
+Rows = tuple[int, int, str]
+"""Of the part of a leaf that a rank holds, the rows it stores, [first, last), and who holds the same part: `0,1,2`."""
 Shares = dict[str, Rows]
 """What one rank stores of each leaf that belongs to all. A leaf that is not named is its own, and stored whole."""
 NEVER: Final = ""
@@ -62,7 +62,7 @@ def share(claims: Sequence[Mapping[str, Claim]]) -> list[Shares]:
             is_equal = len({found[rank].digest for rank in ranks}) == 1
             storing = ranks if is_equal else ranks[:1]  # copies of a part that drifted apart: one of them counts
             for rank in ranks:
-                shares[rank][name] = (0, 0)
+                shares[rank][name] = (0, 0, "")
             together.setdefault(tuple(storing), []).append((name, found[ranks[0]]))
     for holders, leaves in together.items():
         _split(holders, leaves, shares)
@@ -84,6 +84,7 @@ def _groups(found: Mapping[int, Claim]) -> list[list[int]]:
 
 def _split(holders: tuple[int, ...], leaves: Sequence[tuple[str, Claim]], shares: Sequence[Shares]) -> None:
     """Give each holder its part of the bytes of all leaves, as they follow each other, cut between rows."""
+    label = ",".join(map(str, holders)) if len(holders) > 1 else ""
     total = sum(claim.row_bytes * claim.box.row_count for _, claim in leaves)
     position = 0
     for name, claim in leaves:
@@ -94,5 +95,5 @@ def _split(holders: tuple[int, ...], leaves: Sequence[tuple[str, Claim]], shares
             cuts.append(min(rows, max(0, -(-into // row_bytes))) if row_bytes else 0)
         cuts[0], cuts[-1] = 0, rows
         for rank, first, last in zip(holders, cuts, cuts[1:], strict=False):
-            shares[rank][name] = (first, last)
+            shares[rank][name] = (first, last, label)
         position += rows * row_bytes

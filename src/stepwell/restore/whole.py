@@ -49,12 +49,21 @@ class Whole:
     def __init__(self, parts: Sequence[Part], mine: int = 0) -> None:
         self.parts = parts
         self.record = parts[mine].record
+        self._check_copies()
         self.leaves: dict[str, LeafEntry] = {}
         self._pieces: dict[str, list[tuple[int, LeafEntry]]] = {}
         for number, part in enumerate(parts):
             for entry in part.record.leaves:
                 if not entry.private or number == mine:
                     self._add(number, entry)
+
+    def _check_copies(self) -> None:
+        """A snapshot in memory was looked at by nobody: its parts may be of tensors that are not the same any more."""
+        known: dict[str, str] = {}
+        for part in self.parts:
+            for ranks, digest in part.record.copies.items():
+                if known.setdefault(ranks, digest) != digest:
+                    raise DamagedError(f"ranks {ranks} stored parts of tensors that were not the same on all of them")
 
     def _add(self, number: int, entry: LeafEntry) -> None:
         known = self.leaves.setdefault(entry.name, entry)

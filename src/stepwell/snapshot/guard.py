@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stepwell.format.checksum import block_digest
+from stepwell.state.flatten import Copy, Flat
 
 _SAMPLES = 64
 Live = Callable[[], "torch.Tensor | None"]
@@ -79,6 +80,41 @@ class Samples:
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLES)][: _SAMPLES + 1]
+
+
+Taken = dict[str, list[tuple[list[str], list[int], torch.Tensor]]]
+
+
+class Copies:
+    """Samples of tensors of which other ranks have copies: all of them have the same, or they are no copies."""
+
+    def __init__(self) -> None:
+        self._fixed: list[Copy] = []
+        self._samples: dict[str, Samples] = {}
+
+    def take(self, flat: Flat) -> list[Taken]:
+        """The samples as they are now, by the ranks that hold them. No wait."""
+        if self._fixed is not flat.fixed_copies:
+            self._fixed, self._samples = flat.fixed_copies, _grouped(flat.fixed_copies)
+        both = (self._samples, _grouped(flat.copies))
+        return [{ranks: samples.take() for ranks, samples in groups.items()} for groups in both]
+
+
+def _grouped(copies: Sequence[Copy]) -> dict[str, Samples]:
+    groups: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for ranks, name, tensor in sorted(copies, key=lambda item: item[:2]):
+        groups.setdefault(ranks, []).append((name, tensor))
+    return {ranks: Samples(leaves) for ranks, leaves in groups.items()}
+
+
+def digests(taken: Sequence[Taken]) -> dict[str, str]:
+    """One for each set of ranks. Waits for the device."""
+    found: dict[str, bytes] = {}
+    for groups in taken:
+        for ranks, samples in groups.items():
+            data = b"".join(bytes(values.cpu().numpy()) for _, _, values in samples)
+            found[ranks] = found.get(ranks, b"") + data
+    return {ranks: block_digest(data) for ranks, data in found.items()}
 
 
 class Fingerprints:

@@ -18,7 +18,7 @@ from stepwell.arena.memory import FROZEN, Arena
 from stepwell.errors import StateError
 from stepwell.faults import crash_point
 from stepwell.snapshot.device import DeviceJob
-from stepwell.snapshot.guard import Fingerprints, Guard, content_digest
+from stepwell.snapshot.guard import Fingerprints, Guard, Taken, content_digest, digests
 from stepwell.snapshot.host import HostWork
 from stepwell.snapshot.plan import Plan
 
@@ -72,6 +72,7 @@ class Inflight:
     fill: Fill = field(default_factory=lambda: Fill(0, [], lambda nbytes: None))
     jobs: list[DeviceJob] = field(default_factory=list)
     samples: list[tuple[list[str], list[int], torch.Tensor]] = field(default_factory=list)
+    copies: list[Taken] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     stall_seconds: float = 0.0
@@ -127,13 +128,16 @@ class Inflight:
         self.done.wait()
 
     def complete(
-        self, announce: Callable[[], None], copy: Callable[[HostWork], None], settle: Callable[[Inflight], None]
+        self,
+        announce: Callable[[dict[str, str]], None],
+        copy: Callable[[HostWork], None],
+        settle: Callable[[Inflight], None],
     ) -> None:
         """Runs on the copier thread: issue and finish the copies, judge, and let the agent have the snapshot."""
         try:
             for job in self.jobs:
                 job.issue()
-            announce()
+            announce(digests(self.copies))
             self.is_announced = True
             crash_point("trigger.announced")
             copy(self.host)
@@ -155,7 +159,7 @@ class Inflight:
             if self.void is not None:
                 self.arena.set_verdict(self.slot, self.sequence, is_good=False)  # last: the agent lets go at once
             self.done.set()
-            self.samples, self.guard = [], Guard()  # let go of the user's tensors
+            self.samples, self.copies, self.guard = [], [], Guard()  # let go of the user's tensors
         if self.void is None:
             self.staged.set_result(None)
         else:

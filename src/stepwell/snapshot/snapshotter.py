@@ -21,7 +21,7 @@ from stepwell.errors import PersistError
 from stepwell.faults import crash_point
 from stepwell.snapshot.arrange import Arrangement, Arranger
 from stepwell.snapshot.device import CudaPages, DeviceCopier, Strategy, spare_bytes
-from stepwell.snapshot.guard import Guard, content_digest
+from stepwell.snapshot.guard import Copies, Guard, content_digest
 from stepwell.snapshot.host import Copier, HostCopy, HostGroup, HostWork, has_non_finite, line_up
 from stepwell.snapshot.inflight import Fill, Inflight
 from stepwell.snapshot.pool import Slot, SlotPool
@@ -54,6 +54,7 @@ class Snapshotter:
         self._client = client
         self.pool = SlotPool(slots=slots, cap_bytes=host_memory, pages=CudaPages(), log=log)
         self.answers = Answers()
+        self._copies = Copies()
         self._copier = Copier()
         self._device = DeviceCopier()
         self._arranger = Arranger(tracked, self._number)
@@ -86,13 +87,12 @@ class Snapshotter:
         """No layout was made yet."""
         return self._arranger.is_unused
 
-    def prepare(self, flat: Flat, frozen: set[str] | None = None) -> Arrangement:
-        """Make sure layout and arena fit this state; a new arena is made ready in the background.
+    def trust_frozen(self, flat: Flat, frozen: set[str]) -> None:
+        """After a restore: only leaves that were frozen in the restored checkpoint count as frozen."""
+        self._arranger.trust_frozen(flat, frozen)
 
-        frozen:  after a restore: only leaves that were frozen in the restored checkpoint count as frozen
-        """
-        if frozen is not None:
-            self._arranger.trust_frozen(flat, frozen)
+    def prepare(self, flat: Flat) -> Arrangement:
+        """Make sure layout and arena fit this state; a new arena is made ready in the background."""
         self._arranger.is_streaming = self.pool.is_streaming
         arrangement = self._arranger.arrange(flat)
         if not self.pool.is_preparing and not self.pool.fits(arrangement.plan):
@@ -162,7 +162,9 @@ class Snapshotter:
         inflight.stall_seconds = time.monotonic() - started
         self._inflight = inflight
         self._copier.submit(
-            lambda: inflight.complete(lambda: self._client.begin(announce), self._copier.copy, self._settle)
+            lambda: inflight.complete(
+                lambda copies: self._client.begin({**announce, "copies": copies}), self._copier.copy, self._settle
+            )
         )
         if inflight.strategy == "blocking":
             inflight.wait()
@@ -212,6 +214,7 @@ class Snapshotter:
             guard=Guard(fixed.watched + rest.watched, fixed.live + rest.live),
             fingerprints=self._arranger.fingerprints,
             samples=fixed.samples.take() + rest.samples.take(),
+            copies=self._copies.take(flat),
         )
         try:
             self._begin_copies(inflight, arrangement)

@@ -16,6 +16,7 @@ from stepwell import events, journal
 from stepwell.agent.client import AgentClient
 from stepwell.arena.channel import Message
 from stepwell.arena.memory import Arena
+from stepwell.snapshot.guard import Copies, digests
 from stepwell.snapshot.host import has_non_finite
 from stepwell.snapshot.inflight import Inflight, Void
 from stepwell.snapshot.plan import Plan
@@ -114,7 +115,7 @@ def _send(
     sequence, shape = inflight.sequence, arena.shape
     arena.claim(0)
     facts = {"sequence": sequence, "slot": 0, "layout": plan.number, "frozen": 0, "generation": shape.generation}
-    client.send({"type": "stream", **meta, **facts})
+    client.send({"type": "stream", **meta, **facts, "copies": digests(Copies().take(flat))})
     starts = range(0, plan.live.nbytes, shape.slot_bytes)
     for number, start in enumerate(starts):
         if number >= shape.slots and (word := answers.wait(sequence)) != "chunk_done":

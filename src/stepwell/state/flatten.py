@@ -12,7 +12,7 @@ import base64
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -61,17 +61,24 @@ class Leaf:
         return dtype_name(self.tensor.dtype)
 
 
+Copy = tuple[str, str, torch.Tensor]
+"""A tensor of which other ranks have copies: which ranks (`0,1,2`), its name, and what is here."""
+
+
 @dataclass(frozen=True)
 class Flat:
     """A state taken apart: typed JSON whose `$tensor` entries name the leaves.
 
-    Two states with the same `fixed` begin with the same `fixed_count` leaves: the same tensors, in the same places.
+    Two states with the same `fixed` begin with the same `fixed_count` leaves: the same tensors, in the same places;
+    of these `fixed_copies` are held by other ranks too, and of the others `copies`.
     """
 
     tree: Any
     leaves: list[Leaf]
     fixed: object = None
     fixed_count: int = 0
+    fixed_copies: list[Copy] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

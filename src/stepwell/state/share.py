@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from stepwell.format.box import Box
-from stepwell.state.flatten import Flat, Leaf
+from stepwell.state.flatten import Copy, Flat, Leaf
 
 OWN = "stepwell"
 """Where the run's own part of the tree is: its generators are each rank's own."""
@@ -33,23 +33,30 @@ class Kept:
 
     fixed: object
     leaves: list[Leaf]
+    copies: list[Copy]
 
 
 class Cutter:
     """Cuts states by one verdict: `rows` of each leaf that is shared; the others are this rank's own."""
 
-    def __init__(self, rows: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, rows: Mapping[str, tuple[int, int, str]]) -> None:
         self._rows = rows
         self._kept: Kept | None = None
 
     def cut(self, flat: Flat) -> Flat:
         """What this rank stores of a state."""
         if flat.fixed is None:
-            return Flat(flat.tree, self._leaves(flat.leaves))
+            return Flat(flat.tree, self._leaves(flat.leaves), copies=self._copies(flat.leaves))
         if self._kept is None or self._kept.fixed is not flat.fixed:
-            self._kept = Kept(flat.fixed, self._leaves(flat.leaves[: flat.fixed_count]))
-        kept = self._kept
-        return Flat(flat.tree, kept.leaves + self._leaves(flat.leaves[flat.fixed_count :]), kept, len(kept.leaves))
+            fixed = flat.leaves[: flat.fixed_count]
+            self._kept = Kept(flat.fixed, self._leaves(fixed), self._copies(fixed))
+        kept, rest = self._kept, flat.leaves[flat.fixed_count :]
+        leaves = kept.leaves + self._leaves(rest)
+        return Flat(flat.tree, leaves, kept, len(kept.leaves), kept.copies, self._copies(rest))
+
+    def _copies(self, leaves: list[Leaf]) -> list[Copy]:
+        held = [(self._rows.get(leaf.name, (0, 0, ""))[2], leaf.name, leaf.local) for leaf in leaves]
+        return [item for item in held if item[0] and item[2].numel()]
 
     def _leaves(self, leaves: list[Leaf]) -> list[Leaf]:
         cut = (self._leaf(leaf) for leaf in leaves)
@@ -59,7 +66,7 @@ class Cutter:
         shape, box = held_box(leaf)
         if leaf.name not in self._rows:
             return replace(leaf, is_private=True) if leaf.global_shape is None else leaf
-        first, last = self._rows[leaf.name]
+        first, last, _ = self._rows[leaf.name]
         if first >= last:
             return None
         held = leaf.local

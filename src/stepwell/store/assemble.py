@@ -10,6 +10,7 @@ Holds:   a record is never replaced once it is there, so a manifest names what i
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from stepwell.errors import DamagedError, VoidError
 from stepwell.format.checksum import document_digest
@@ -53,7 +54,26 @@ def gather(paths: RunPaths, id: CheckpointId, world_size: int) -> list[tuple[Rec
             raise VoidError(_say(paths, id, directory / name), rank=rank)
     owners = [Owner(rank, world_size) for rank in range(world_size)]
     missing = [owner.rank for owner in owners if record_name(owner) not in names]
-    return missing or [_read(paths, id, owner) for owner in owners]
+    if missing:
+        return missing
+    found = [_read(paths, id, owner) for owner in owners]
+    check_copies([record for record, _ in found])
+    return found
+
+
+def check_copies(records: Sequence[Record]) -> None:
+    """What several ranks hold and each stores a part of has to be the same on all of them. Raises VoidError."""
+    known: dict[str, tuple[int, str]] = {}
+    for record in records:
+        rank = record.owner.rank
+        for ranks, digest in record.copies.items():
+            first, expected = known.setdefault(ranks, (rank, digest))
+            if digest != expected:
+                raise VoidError(
+                    f"rank {rank}: tensors that were the same on ranks {ranks} differ from those of rank {first}",
+                    rank=rank,
+                    is_drift=True,
+                )
 
 
 def _read(paths: RunPaths, id: CheckpointId, owner: Owner) -> tuple[Record, RecordRef]:

@@ -71,7 +71,7 @@ def _managed(tracked: Sequence[Tracked]) -> dict[_Key, tuple[str, Callable[[], t
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 local = local_of(parameter)
-                found[_key(local)] = ("parameter", _reference(local))
+                found[_key(local)] = ("parameter", _reference(parameter))
         for state in optimizer.state.values():
             for name, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):

@@ -198,8 +198,8 @@ SCENES: dict[str, Callable[[Group], None]] = {
 }
 
 
-def play(scene: str, folder: Path) -> None:
-    """Find the group that is set up, play the scene, and leave the result in the folder."""
+def play(scene: str, folder: Path) -> bool:
+    """Find the group that is set up, play the scene, leave the result in the folder. Whether there was no error."""
     os.chdir(folder)
     result: dict[str, Any] = {"kind": None}
     rank = -1
@@ -219,3 +219,4 @@ def play(scene: str, folder: Path) -> None:
     unfinished = Path(f"unfinished-{os.getpid()}")
     unfinished.write_text(json.dumps(result))
     unfinished.rename(f"result-{rank}")
+    return "error" not in result

@@ -86,7 +86,7 @@ class DistributedGroup(Group):
         return answers
 
     def _no_store(self, seconds: float, error: Exception) -> Absent:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if _is_store_outside():
             return Absent([], seconds, f": the store that torchrun holds does not answer ({error})")
         return Absent([0], seconds, f": it holds the store of the process group, which does not answer ({error})")
 
@@ -100,8 +100,13 @@ class DistributedGroup(Group):
         """The store may end with rank 0, which therefore waits until the others have read the last round."""
         keys = [f"{self._prefix}/closed/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], "")
-        if self.is_leader:
+        if self.is_leader and not _is_store_outside():
             self._store.wait(keys, timedelta(seconds=_CLOSE_SECONDS))
+
+
+def _is_store_outside() -> bool:
+    """Whether torchrun holds the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _connect() -> Any:

@@ -27,7 +27,7 @@ test-mpi: $(STAMP)
 
 test-horovod: $(STAMP)
 	@tests/groups/get_horovod.sh $(CURDIR)/$(PY)
-	@PATH=$(CURDIR)/build/horovod/site/bin:$$PATH PYTHONPATH=$(CURDIR)/build/horovod/site $(PY) -m pytest tests/groups -k horovod
+	@PYTHONPATH=$(CURDIR)/build/horovod/site $(PY) -m pytest tests/groups -k horovod
 
 demo: $(STAMP)
 	@echo "training on handwritten digits twice: once uninterrupted, once with five kills (about a minute)"

@@ -19,7 +19,7 @@ _RESULT_SECONDS = 60.0
 _COMMANDS = {
     # Recovery: otherwise it ends all ranks when one dies.
     "mpi": ["mpirun", "--allow-run-as-root", "--oversubscribe", "--enable-recovery", "-np"],
-    "horovod": ["horovodrun", "--gloo", "-np"],
+    "horovod": [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np"],
 }
 
 

@@ -137,6 +137,15 @@ def store_shared(group: Group) -> None:
     store_in_use(find_group(seconds=10))
 
 
+def few_keys(group: Group) -> None:
+    """What a round left in the store goes when the next ones are over."""
+    counts = []
+    for number in range(100):
+        group.all_gather("x" * (9_000_000 if number == 20 else 10), "a round", seconds=20)
+        counts.append(group._store.num_keys())  # type: ignore[attr-defined]
+    assert max(counts[50:]) <= counts[5] + 4 * group.size
+
+
 def line(group: Group) -> None:
     """Both directions in order; the last rank is killed and seen, another one closes and is not reported."""
     heard: list[tuple[int, Any]] = []
@@ -214,6 +223,7 @@ SCENES: dict[str, Callable[[Group], None]] = {
     "training": training,
     "store in use": store_in_use,
     "store shared": store_shared,
+    "few keys": few_keys,
     "line": line,
     "line between nodes": line_between_nodes,
     "line cannot connect": line_cannot_connect,

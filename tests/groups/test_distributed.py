@@ -20,6 +20,10 @@ def test_control_on_one_connection_they_do(play: Play, torch_backend: Backend) -
     assert all(result["missing"] for result in play(torch_backend, "store shared", 3).results().values())
 
 
+def test_old_rounds_leave_the_store(play: Play, torch_backend: Backend) -> None:
+    play(torch_backend, "few keys", 3).results()
+
+
 def test_a_line_between_processes(play: Play, torch_backend: Backend) -> None:
     play(torch_backend, "line", 3).results(2)
 

@@ -353,6 +353,22 @@ def test_close_sends_what_is_queued(stack: ExitStack) -> None:
     assert not any(thread.name == "stepwell-line" for thread in threading.enumerate())
 
 
+def test_close_stays_until_the_bytes_are_with_the_peer(stack: ExitStack) -> None:
+    """They are in our kernel's hands, and a message that meets a closed socket would make it drop them."""
+    caller = Caller(stack)
+    sock = caller.connect()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    caller.join()
+    caller.leader.line.send({"text": "x" * 200_000})
+    closing = stack.enter_context(ThreadPoolExecutor(1)).submit(caller.leader.line.close)
+    with pytest.raises(TimeoutError):
+        closing.result(0.3)
+    sock.sendall(frame({"n": "meanwhile"}))
+    with sock.makefile("rb") as stream:
+        assert len(stream.read()) == len(frame({"text": "x" * 200_000})) - 1 + len(GOODBYE)
+    closing.result(SECONDS)
+
+
 def test_close_does_not_wait_for_ever_for_one_that_does_not_read(stack: ExitStack) -> None:
     caller = Caller(stack)
     caller.connect()

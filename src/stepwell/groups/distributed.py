@@ -27,7 +27,6 @@ from stepwell.groups.group import Absent, Group
 
 _WHOLE: Final = "whole"
 _PART_BYTES: Final = 4 << 20  # the TCP store takes values of up to 8 MiB
-_GRACE_SECONDS: Final = 1.0
 _CLOSE_SECONDS: Final = 2.0
 
 T = TypeVar("T")
@@ -45,7 +44,8 @@ class DistributedGroup(Group):
 
     def _exchange(self, data: bytes, seconds: float) -> list[bytes]:
         try:
-            return _within(seconds + _GRACE_SECONDS, lambda: self._trade(data, seconds))
+            # More than the wait below: who comes in the last moment still has to read what the others left.
+            return _within(1.0 + 1.1 * seconds, lambda: self._trade(data, seconds))
         except (TimeoutError, RuntimeError) as error:  # torch raises RuntimeError and what derives from it
             raise self._no_store(seconds, error) from error
 

@@ -6,7 +6,7 @@ STAMP := $(VENV)/.stamp
 PIP_INSTALL := $(PY) -m pip -qq --no-input --disable-pip-version-check install
 
 .DEFAULT_GOAL := test
-.PHONY: test soak demo lint wheel-check clean
+.PHONY: test test-mpi test-horovod soak demo lint wheel-check clean
 
 # pytest comes last: its closing line is the last line of the output.
 test: lint
@@ -19,6 +19,15 @@ soak: $(STAMP)
 	@tests/crash/get_fuse.sh
 	@mkdir -p build && : > $(STEPWELL_SOAK_REPORT)
 	@$(PY) -m pytest -n 2 -m soak --timeout 7200; status=$$?; sort $(STEPWELL_SOAK_REPORT); exit $$status
+
+# MPI and Horovod are installed beside the virtual environment, in build: without them their tests skip.
+test-mpi: $(STAMP)
+	@tests/groups/get_mpi.sh $(PY)
+	@PYTHONPATH=$(CURDIR)/build/mpi $(PY) -m pytest tests/groups -k mpi
+
+test-horovod: $(STAMP)
+	@tests/groups/get_horovod.sh $(CURDIR)/$(PY)
+	@PYTHONPATH=$(CURDIR)/build/horovod/site $(PY) -m pytest tests/groups -k horovod
 
 demo: $(STAMP)
 	@echo "training on handwritten digits twice: once uninterrupted, once with five kills (about a minute)"

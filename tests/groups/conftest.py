@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.groups.launch import Backend, Nursery, Stage, Torch
+from tests.groups.launch import Backend, Launched, Nursery, Stage, Torch
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,11 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Backend:
+    if request.param in ("mpi", "horovod"):
+        launched = Launched(request.param)
+        if reason := launched.why_not():
+            pytest.skip(reason)
+        return launched
     return Torch(request.getfixturevalue("nursery"), request.param)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,11 @@ from typing import Any, Protocol
 ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _RESULT_SECONDS = 60.0
+_COMMANDS = {
+    # Recovery: otherwise it ends all ranks when one dies.
+    "mpi": ["mpirun", "--allow-run-as-root", "--oversubscribe", "--enable-recovery", "-np"],
+    "horovod": [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np"],
+}
 
 
 class Backend(Protocol):
@@ -74,6 +81,39 @@ class Torch:
 
     def end(self) -> None:
         self._nursery.ask(do="end", pids=self._pids)
+
+
+class Launched:
+    """MPI or Horovod, whose launcher starts the ranks."""
+
+    def __init__(self, framework: str) -> None:
+        self.kind = {"mpi": "MpiGroup", "horovod": "HorovodGroup"}[framework]
+        self.can_lose_ranks = self.names_missing = framework == "mpi"
+        self._framework = framework
+        self._launcher: subprocess.Popen[bytes] | None = None
+
+    def why_not(self) -> str | None:
+        """What is not installed."""
+        module = {"mpi": "mpi4py", "horovod": "horovod"}[self._framework]
+        if importlib.util.find_spec(module) is None or shutil.which(_COMMANDS[self._framework][0]) is None:
+            return f"{self._framework} is not installed: `make test-{self._framework}`"
+        return None
+
+    def start(self, scene: str, size: int, folder: Path) -> None:
+        rank = [sys.executable, "-m", "tests.groups.rank", self._framework, scene, str(folder)]
+        self._launcher = subprocess.Popen(
+            [*_COMMANDS[self._framework], str(size), *rank],
+            cwd=ROOT,
+            env={**os.environ, **_ENVIRONMENT},
+        )
+
+    def signal(self, pid: int, number: int) -> None:
+        os.kill(pid, number)  # of a rank that waits for this, so it is still that process
+
+    def end(self) -> None:
+        if self._launcher is not None:
+            self._launcher.terminate()  # it ends the ranks
+            self._launcher.wait(30)
 
 
 class Stage:

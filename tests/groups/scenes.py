@@ -104,16 +104,46 @@ def training(group: Group) -> None:
     assert len(done) == 100
 
 
-def alone_in_a_collective(group: Group) -> None:
-    """Rank 0 is inside a collective that the others join only after our calls: a shared connection would hang."""
-    import torch
+def store_in_use(group: Group) -> None:
+    """Rank 0 waits in a call of ours while training needs the store on all ranks, to make a new group."""
     import torch.distributed as dist
 
-    work = dist.all_reduce(torch.ones(1), async_op=True) if group.rank == 0 else None
-    group.barrier("while a collective is open", seconds=10)
-    if work is None:
-        work = dist.all_reduce(torch.ones(1), async_op=True)
-    work.wait()
+    errors: list[GroupError] = []
+
+    def meet() -> None:
+        try:
+            group.barrier("beside a new group", seconds=2.0)
+        except GroupError as error:
+            errors.append(error)
+
+    early = threading.Thread(target=meet)
+    if group.rank == 0:
+        early.start()
+        time.sleep(0.2)  # to be in the wait; if it is not yet, the test shows less, and does not fail
+    dist.new_group()
+    if group.rank == 0:
+        early.join()
+    else:
+        meet()
+    if errors:
+        raise errors[0]
+
+
+def store_shared(group: Group) -> None:
+    """The same, with the connection that training uses."""
+    from stepwell.groups import distributed
+
+    distributed._connect = distributed._get_default_store  # type: ignore[assignment]
+    store_in_use(find_group(seconds=10))
+
+
+def few_keys(group: Group) -> None:
+    """What a round left in the store goes when the next ones are over."""
+    counts = []
+    for number in range(100):
+        group.all_gather("x" * (9_000_000 if number == 20 else 10), "a round", seconds=20)
+        counts.append(group._store.num_keys())  # type: ignore[attr-defined]
+    assert max(counts[50:]) <= counts[5] + 4 * group.size
 
 
 def line(group: Group) -> None:
@@ -191,15 +221,17 @@ SCENES: dict[str, Callable[[Group], None]] = {
     "stopped last": lambda group: _without(group.size - 1, signal.SIGSTOP)(group),
     "stopped leader": _without(0, signal.SIGSTOP),
     "training": training,
-    "alone in a collective": alone_in_a_collective,
+    "store in use": store_in_use,
+    "store shared": store_shared,
+    "few keys": few_keys,
     "line": line,
     "line between nodes": line_between_nodes,
     "line cannot connect": line_cannot_connect,
 }
 
 
-def play(scene: str, folder: Path) -> None:
-    """Find the group that is set up, play the scene, and leave the result in the folder."""
+def play(scene: str, folder: Path) -> bool:
+    """Find the group that is set up, play the scene, leave the result in the folder. Whether there was no error."""
     os.chdir(folder)
     result: dict[str, Any] = {"kind": None}
     rank = -1
@@ -219,3 +251,4 @@ def play(scene: str, folder: Path) -> None:
     unfinished = Path(f"unfinished-{os.getpid()}")
     unfinished.write_text(json.dumps(result))
     unfinished.rename(f"result-{rank}")
+    return "error" not in result

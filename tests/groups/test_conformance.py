@@ -14,7 +14,7 @@ Play = Callable[[Backend, str, int], Stage]
 
 def cases(*sizes: int) -> pytest.MarkDecorator:
     """Each backend, with so many ranks; the store in a file has nothing that would depend on their number."""
-    pairs = [("tcp", size) for size in sizes] + [("file", 3)]
+    pairs = [(backend, size) for backend in ("tcp", "mpi") for size in sizes] + [("file", 3), ("horovod", 2)]
     return pytest.mark.parametrize(("backend", "size"), pairs, indirect=["backend"])
 
 

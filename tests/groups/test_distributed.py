@@ -11,9 +11,17 @@ from tests.groups.launch import Backend, Stage
 Play = Callable[[Backend, str, int], Stage]
 
 
-@pytest.mark.parametrize("scene", ["training", "alone in a collective"])
-def test_collectives_of_training_do_not_hold_ours(play: Play, torch_backend: Backend, scene: str) -> None:
+@pytest.mark.parametrize("scene", ["training", "store in use"])
+def test_training_and_we_do_not_wait_for_each_other(play: Play, torch_backend: Backend, scene: str) -> None:
     play(torch_backend, scene, 3).results()
+
+
+def test_control_on_one_connection_they_do(play: Play, torch_backend: Backend) -> None:
+    assert all(result["missing"] for result in play(torch_backend, "store shared", 3).results().values())
+
+
+def test_old_rounds_leave_the_store(play: Play, torch_backend: Backend) -> None:
+    play(torch_backend, "few keys", 3).results()
 
 
 def test_a_line_between_processes(play: Play, torch_backend: Backend) -> None:

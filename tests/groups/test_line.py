@@ -195,6 +195,13 @@ def test_who_does_not_know_the_token_is_refused(stack: ExitStack) -> None:
     check_that_rank_1_can_still_join(caller)
 
 
+def test_control_without_the_proof_anybody_gets_in(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hmac.compare_digest", lambda given, expected: True)
+    caller = Caller(stack)
+    caller.connect(token=bytes(16))
+    caller.join()
+
+
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" + b"x" * 100, b"\0" * 52, b"\xff" * 5000])
 def test_garbage_is_refused(stack: ExitStack, garbage: bytes) -> None:
     caller = Caller(stack)
@@ -344,6 +351,22 @@ def test_close_sends_what_is_queued(stack: ExitStack) -> None:
     caller.leader.line.close()
     caller.leader.line.send({"n": "too late"})
     assert not any(thread.name == "stepwell-line" for thread in threading.enumerate())
+
+
+def test_close_stays_until_the_bytes_are_with_the_peer(stack: ExitStack) -> None:
+    """They are in our kernel's hands, and a message that meets a closed socket would make it drop them."""
+    caller = Caller(stack)
+    sock = caller.connect()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    caller.join()
+    caller.leader.line.send({"text": "x" * 200_000})
+    closing = stack.enter_context(ThreadPoolExecutor(1)).submit(caller.leader.line.close)
+    with pytest.raises(TimeoutError):
+        closing.result(0.3)
+    sock.sendall(frame({"n": "meanwhile"}))
+    with sock.makefile("rb") as stream:
+        assert len(stream.read()) == len(frame({"text": "x" * 200_000})) - 1 + len(GOODBYE)
+    closing.result(SECONDS)
 
 
 def test_close_does_not_wait_for_ever_for_one_that_does_not_read(stack: ExitStack) -> None:

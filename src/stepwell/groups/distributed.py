@@ -27,7 +27,6 @@ from stepwell.groups.group import Absent, Group
 
 _WHOLE: Final = "whole"
 _PART_BYTES: Final = 4 << 20  # the TCP store takes values of up to 8 MiB
-_GRACE_SECONDS: Final = 1.0
 _CLOSE_SECONDS: Final = 2.0
 
 T = TypeVar("T")
@@ -45,7 +44,8 @@ class DistributedGroup(Group):
 
     def _exchange(self, data: bytes, seconds: float) -> list[bytes]:
         try:
-            return _within(seconds + _GRACE_SECONDS, lambda: self._trade(data, seconds))
+            # More than the wait below: who comes in the last moment still has to read what the others left.
+            return _within(1.0 + 1.1 * seconds, lambda: self._trade(data, seconds))
         except (TimeoutError, RuntimeError) as error:  # torch raises RuntimeError and what derives from it
             raise self._no_store(seconds, error) from error
 
@@ -86,7 +86,7 @@ class DistributedGroup(Group):
         return answers
 
     def _no_store(self, seconds: float, error: Exception) -> Absent:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if _is_store_outside():
             return Absent([], seconds, f": the store that torchrun holds does not answer ({error})")
         return Absent([0], seconds, f": it holds the store of the process group, which does not answer ({error})")
 
@@ -100,8 +100,13 @@ class DistributedGroup(Group):
         """The store may end with rank 0, which therefore waits until the others have read the last round."""
         keys = [f"{self._prefix}/closed/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], "")
-        if self.is_leader:
+        if self.is_leader and not _is_store_outside():
             self._store.wait(keys, timedelta(seconds=_CLOSE_SECONDS))
+
+
+def _is_store_outside() -> bool:
+    """Whether torchrun holds the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _connect() -> Any:

@@ -229,6 +229,8 @@ class Line:
             guest.greet()
 
     def _hear(self, selector: selectors.BaseSelector, guest: Guest) -> None:
+        if guest not in self._guests:
+            return  # sent away a moment ago, and still in this round of the selector
         try:
             rank = guest.read()
         except OSError as error:

@@ -48,8 +48,8 @@ class MpiGroup(Group):
             receives: dict[int, tuple[Any, bytearray]] = {}
 
             def is_complete() -> bool:
-                self._look_for_notice()
                 self._receive(missing, receives, answers)
+                self._look_for_notice()  # after the values: it was sent after them
                 self._sends = {rank: send for rank, send in self._sends.items() if not send.Test()}
                 return not missing and not self._sends
 

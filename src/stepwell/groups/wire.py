@@ -8,6 +8,7 @@ Holds:   a message is whole or not there; a length from the network is checked b
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import socket
 import struct
@@ -27,6 +28,7 @@ _LENGTH: Final = struct.Struct("<Q")
 GOODBYE: Final = _LENGTH.pack(0)
 """Ends the connection on purpose: who reads it has not lost anybody."""
 _READ_BYTES: Final = 1 << 20
+_MOST_FRAMES: Final = 64
 _STUCK_SECONDS: Final = 10.0
 _SILENT_SECONDS: Final = 30
 
@@ -72,18 +74,21 @@ class Wire:
         self._waiting_bytes += len(frame)
 
     def flush(self) -> bool:
-        """Send what the connection takes; whether that was all. Raises OSError if the peer is gone."""
-        while self._outbox:
-            try:
-                sent = self.socket.send(self._outbox[0])
-            except BlockingIOError:
-                return False
-            self._moved = time.monotonic()
-            self._waiting_bytes -= sent
-            rest = self._outbox.popleft()[sent:]
-            if rest:
-                self._outbox.appendleft(rest)
-        return True
+        """Send once, what the connection takes; whether nothing is left. Raises OSError if the peer is gone."""
+        if not self._outbox:
+            return True
+        try:
+            sent = self.socket.sendmsg(list(itertools.islice(self._outbox, _MOST_FRAMES)))
+        except BlockingIOError:
+            return False
+        self._moved = time.monotonic()
+        self._waiting_bytes -= sent
+        while sent:
+            first = self._outbox.popleft()
+            if sent < len(first):
+                self._outbox.appendleft(first[sent:])
+            sent -= min(sent, len(first))
+        return not self._outbox
 
     def receive(self) -> Iterator[Message]:
         """What has arrived, message by message. Raises OSError at the end of the stream, ValueError for nonsense."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,12 @@ from tests.crash.harness import Server
 from tests.ranks.launch import PRELOADED, Job
 
 MakeJob = Callable[..., Job]
+Straight = Callable[..., Job]
+
+
+def soak(*values: object) -> Any:
+    """A case that is left to `make soak`; the cases beside it are the ones that differ most."""
+    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 @pytest.fixture(scope="session")

@@ -246,10 +246,11 @@ class Elastic(Job):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
         command += ["--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
         command += ["--monitor-interval", "0.2", str(self.script), str(self.where), *map(str, self.arguments)]
+        # Or the workers of all restarts share one store, and gloo connects to addresses of the dead (torch 2.13).
+        fixed = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with self.log.open("ab") as log:
-            self._runner = subprocess.Popen(
-                command, env={**os.environ, **self.env, "GLOO_SOCKET_IFNAME": "lo", **env}, stdout=log, stderr=log
-            )
+            environment = {**os.environ, **self.env, **fixed, **env}
+            self._runner = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         return self._runner
 
     def end_everything(self) -> None:
@@ -258,3 +259,13 @@ class Elastic(Job):
             self._runner.kill()
             self._runner.wait()
         super().end_everything()  # its ranks are found as agents are: they inherited the token
+
+
+class StandIn(Job):
+    """A job whose checkpoints are those of `stand_in`."""
+
+    def newest_step(self) -> int:
+        path = self.where / "newest"
+        return int(path.read_text()) if path.exists() else 0
+
+    check_newest = newest_step

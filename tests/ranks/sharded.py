@@ -74,6 +74,8 @@ def options() -> argparse.Namespace:
     add("--width", type=int, default=24)
     add("--hidden", type=int, default=50)
     add("--depth", type=int, default=2)
+    add("--foreach", action="store_true", help="the optimizer changes bytes without a version")
+    add("--large", action="store_true", help="no rank ever has the whole model, so that large ones fit")
     add("--without-stepwell", action="store_true")
     return parser.parse_args()
 
@@ -97,6 +99,17 @@ def spread(net: Net, kind: str) -> nn.Module:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
     return net
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Give a model from the meta device small numbers, which any part of it can have by itself."""
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.zero_()
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.normal_(std=0.01)
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -143,15 +156,19 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, ar
 
 
 def main() -> None:
-    os.setpgid(0, 0)
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
     args = options()
     hooks.install(Path(args.where).parent)
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    model = spread(Net(args.width, args.hidden, args.depth), args.kind)
-    # Tensors on different meshes (tp and dp) cannot be in one foreach operation.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    with torch.device("meta" if args.large else "cpu"):
+        net = Net(args.width, args.hidden, args.depth)
+    model = spread(net, args.kind)
+    if args.large:
+        fill(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=args.foreach)
     result: dict[str, Any] = {"restored": None, "losses": []}
     ckpt = None
     if not args.without_stepwell:

@@ -7,7 +7,6 @@ lineage, with another process in the frozen one's place.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,11 @@ from stepwell.store import catalog
 from stepwell.store.lineage import read_history
 from tests.crash.harness import Process, wait_for
 from tests.crash.test_fencing import listing
-from tests.ranks.conftest import MakeJob
+from tests.ranks.conftest import MakeJob, Straight, soak
 from tests.ranks.launch import Job, Launch
 
 WORLD = 4
 ARGUMENTS = ("--samples", 96, "--epochs", 4)
-Straight = Callable[..., Job]
 
 
 def live(job: Job) -> list[str]:
@@ -56,7 +54,7 @@ def _close(processes: list[Process]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, soak(2)])
 def test_a_frozen_rank_wakes_up_after_the_others_finished(
     rank: int, make_job: MakeJob, straight: Straight, tmp_path: Path
 ) -> None:
@@ -77,7 +75,8 @@ def test_a_frozen_rank_wakes_up_after_the_others_finished(
 
 
 @pytest.mark.parametrize(
-    ("rank", "point"), [(0, "manifest.written"), (0, "record.durable"), (0, "prune.begin"), (3, "shard.synced")]
+    ("rank", "point"),
+    [(0, "manifest.written"), soak(0, "record.durable"), soak(0, "prune.begin"), soak(3, "shard.synced")],
 )
 def test_an_agent_frozen_inside_its_commit(
     rank: int, point: str, make_job: MakeJob, straight: Straight, tmp_path: Path
@@ -85,7 +84,7 @@ def test_an_agent_frozen_inside_its_commit(
     """It stands at a named point of its commit, so that the very next file operation there is what it does first."""
     mark, barrier, nth = tmp_path / "mark", tmp_path / "barrier", 1 if point == "prune.begin" else 3
     crash = {"STEPWELL_CRASH": f"agent!{point}:{rank}:{nth}:stop", "STEPWELL_CRASH_MARK": str(mark)}
-    job = make_job("job", *ARGUMENTS, "--stop", f"14:{barrier}", STEPWELL_LINGER="1")
+    job = make_job("job", *ARGUMENTS, "--sleep", 0.03, "--stop", f"20:{barrier}", STEPWELL_LINGER="1")
     old = job.launch(WORLD, each={rank: crash})
     wait_for(lambda: mark.exists() and mark.read_text(), "the agent reaches the point")
     job.wait_at(barrier, old)

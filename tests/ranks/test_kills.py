@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import random
 import secrets
-from collections.abc import Callable
 
 import pytest
 
 from tests.crash.harness import report
-from tests.ranks.conftest import MakeJob
+from tests.ranks.conftest import MakeJob, Straight
 from tests.ranks.launch import Job
 from tests.ranks.torment import VICTIMS, torment
 
 SAMPLES, WORLD = 96, 4
-Straight = Callable[..., Job]
 
 
 def check(job: Job, reference: Job, epochs: int) -> None:
@@ -35,7 +33,7 @@ def test_three_kills(loader: str, make_job: MakeJob, straight: Straight) -> None
     check(job, straight(WORLD, *arguments), 8)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_accumulation_and_workers(make_job: MakeJob, straight: Straight) -> None:
     arguments = ("--samples", SAMPLES, "--epochs", 12, "--accumulate", 2, "--workers", 1)
     job = make_job("job", "--sleep", 0.02, *arguments)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.crash.harness import wait_for
-from tests.ranks.conftest import MakeJob
+from tests.ranks.conftest import MakeJob, Straight, soak
 from tests.ranks.hooks import STALLED
 from tests.ranks.launch import Job
 
 WORLD = 4
 ARGUMENTS = ("--samples", 96, "--epochs", 6)
-Straight = Callable[..., Job]
 
 
 def attempted(job: Job) -> list[list[int]]:
@@ -40,7 +38,7 @@ def check_agreement(job: Job, reference: Job | None = None) -> None:
     job.check_nothing_left()
 
 
-@pytest.mark.parametrize("policy", ["steps", "seconds", "auto"])
+@pytest.mark.parametrize("policy", ["seconds", soak("steps"), soak("auto")])
 def test_a_rank_three_times_slower_and_clocks_an_hour_off(policy: str, make_job: MakeJob, straight: Straight) -> None:
     chosen = {"steps": (), "seconds": ("--seconds", 0.2), "auto": ("--auto",)}[policy]
     job = make_job("job", *ARGUMENTS, *chosen, "--sleep", 0.01, "--slow", "2:3")
@@ -51,7 +49,7 @@ def test_a_rank_three_times_slower_and_clocks_an_hour_off(policy: str, make_job:
         assert committed(job)[-1] == attempted(job)[0][-1]
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [3, soak(0)])
 def test_a_disk_that_stalls_holds_up_the_commits_and_not_the_steps(
     rank: int, make_job: MakeJob, straight: Straight, tmp_path: Path
 ) -> None:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cli.commands import flip
 from tests.crash.harness import wait_for
-from tests.ranks.conftest import MakeJob
+from tests.ranks.conftest import MakeJob, Straight, soak
 from tests.ranks.launch import Job
 from tests.ranks.test_skew import attempted, committed
 
 WORLD = 4
 ARGUMENTS = ("--samples", 96, "--epochs", 4)
-Straight = Callable[..., Job]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [2, soak(0)])
 def test_an_object_that_refuses_makes_the_checkpoint_void_for_all(
     rank: int, make_job: MakeJob, straight: Straight
 ) -> None:
@@ -32,7 +30,7 @@ def test_an_object_that_refuses_makes_the_checkpoint_void_for_all(
     job.check_nothing_left()
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [0, soak(3)])
 def test_a_leaf_that_changes_under_the_copy_makes_the_checkpoint_void_for_all(
     rank: int, make_job: MakeJob, straight: Straight
 ) -> None:
@@ -57,7 +55,7 @@ def check_void(job: Job, step: int, reason: str) -> None:
     assert all(steps == first for steps in others), attempted(job)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("rank", [1, soak(0), soak(3)])
 def test_one_flipped_bit_makes_all_ranks_fall_back_together(
     rank: int, make_job: MakeJob, straight: Straight, tmp_path: Path
 ) -> None:
@@ -81,8 +79,7 @@ def test_one_flipped_bit_makes_all_ranks_fall_back_together(
     job.check_nothing_left()
 
 
-@pytest.mark.parametrize("how", ["", ":stop"], ids=["killed", "frozen"])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("rank", "how"), [(2, "kill"), (0, "stop"), soak(0, "kill"), soak(2, "stop")])
 def test_a_rank_that_is_lost_inside_restore_is_named(
     rank: int, how: str, make_job: MakeJob, straight: Straight, tmp_path: Path
 ) -> None:
@@ -95,7 +92,10 @@ def test_a_rank_that_is_lost_inside_restore_is_named(
     launch.wait()
     barrier.touch()
     mark = tmp_path / "mark"
-    crash = {"STEPWELL_CRASH": f"trainer!restore.loaded:{rank}:1{how}", "STEPWELL_CRASH_MARK": str(mark)}
+    crash = {
+        "STEPWELL_CRASH": f"trainer!restore.loaded:{rank}:1:{how}",
+        "STEPWELL_CRASH_MARK": str(mark),
+    }
     second = job.launch(WORLD, each={rank: crash})
     others = [process for number, process in enumerate(second.ranks) if number != rank]
     for process in others:

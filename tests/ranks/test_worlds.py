@@ -6,17 +6,14 @@ single rank that nothing happened to, byte by byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.ranks.conftest import MakeJob
+from tests.ranks.conftest import MakeJob, Straight, soak
 from tests.ranks.launch import Job
 from tests.ranks.torment import kill
 
 SAMPLES, EPOCHS = 101, 4
 COMMON = ("--samples", SAMPLES, "--epochs", EPOCHS, "--loader", "carry", "--keyed")
-Straight = Callable[..., Job]
 
 
 def position(job: Job, step: int) -> int:
@@ -36,7 +33,7 @@ def hop(job: Job, worlds: dict[int, tuple[int, int, str]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batches", ["of a rank", "of all ranks"])
+@pytest.mark.parametrize("batches", ["of a rank", soak("of all ranks")])
 def test_four_two_eight_one(batches: str, make_job: MakeJob, straight: Straight) -> None:
     """The batch of a rank stays the same, and that of all ranks changes; or the other way round."""
     whole = batches == "of all ranks"

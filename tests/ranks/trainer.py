@@ -162,7 +162,8 @@ def stand_still(args: argparse.Namespace, step: int, rank: int) -> None:
 
 
 def main() -> None:
-    os.setpgid(0, 0)  # so that a kill takes the workers too, as the end of a container does
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)  # so that a kill takes the workers too, as the end of a container does
     args = options()
     where = Path(args.where)
     os.environ.setdefault("RANKS_LAUNCH", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

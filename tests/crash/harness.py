@@ -52,13 +52,13 @@ def report(line: str) -> None:
 
 
 class Server:
-    """The process that forks trainers."""
+    """The process that forks trainers. `modules`: what it imports for them, beside what every trainer needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
         # One thread each: a forked child is then what a fresh process would be, and the bits do not depend on cores.
         single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "server.py"), "stepwell-crash-server"],
+            [sys.executable, str(HERE / "server.py"), "stepwell-crash-server", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **single},

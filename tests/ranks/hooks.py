@@ -1,0 +1,74 @@
+"""What a test bends in one rank: its clock, the disk of its agent, the speed of its copies. Read from the environment.
+
+    RANKS_CLOCK_SHIFT=seconds   time.time() of trainer and agent is off by this much
+    RANKS_STALL=path            the agent's next file operation waits while this file exists
+    RANKS_SLOW_COPY=seconds     as STEPWELL_SLOW_COPY (which the fork server has read before this rank existed)
+
+The agent runs isolated (`python -I -S -c ...`), so nothing in the environment reaches its interpreter. `install` puts a
+small program in the place of `sys.executable`, which starts this file as a script; that bends what it is asked to and
+then runs what the interpreter was given.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+STALLED = ".stalled"
+"""Beside the file that stalls: an agent waits."""
+
+
+def install(folder: Path) -> None:
+    """In a trainer, before it makes its Checkpointer."""
+    if "RANKS_SLOW_COPY" in os.environ:
+        from stepwell import faults
+
+        faults._slow_copy = float(os.environ["RANKS_SLOW_COPY"])
+    if not {"RANKS_CLOCK_SHIFT", "RANKS_STALL"} & os.environ.keys():
+        return
+    shift_clock()
+    program = folder / f"python.{os.getpid()}"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{Path(__file__).resolve()}" "$@"\n')
+    program.chmod(0o755)
+    sys.executable = str(program)
+
+
+def shift_clock() -> None:
+    shift, now = float(os.environ.get("RANKS_CLOCK_SHIFT", "0")), time.time
+    time.time = lambda: now() + shift
+
+
+def stall_files() -> None:
+    """Before each file operation of the agent: wait while the file exists, and say so."""
+    path = os.environ.get("RANKS_STALL")
+    if path is None:
+        return
+    from stepwell import faults  # before anything that takes the function from there
+
+    inner = faults.file_operation
+
+    def wait_and_do(op: str, what: Any, length: int = 0) -> int:
+        while os.path.exists(path):
+            Path(f"{path}{STALLED}").touch()
+            time.sleep(0.01)
+        return inner(op, what, length)
+
+    faults.file_operation = wait_and_do
+
+
+def main() -> None:
+    """As the interpreter would: `-I -S -c code argument ...`."""
+    isolated, no_site, dash_c, code, *arguments = sys.argv[1:]
+    assert [isolated, no_site, dash_c] == ["-I", "-S", "-c"], sys.argv
+    sys.argv = ["-c", *arguments]
+    shift_clock()
+    sys.path[:0] = arguments[1:]
+    stall_files()
+    exec(code, {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """The life of a checkpoint, stage by stage, and the loop around it. The only place that wires the stages together.
 
-    save:     state -> snapshot -> arena -> agent -> store          (`_save`)
+    save:     state -> snapshot -> arena -> agent -> store          (`saving`)
     restore:  inventory -> plan -> verified read -> load into state (`restore`, in `reopen`)
-    beside:   policy answers "now?" after every step                (`_end_iteration`)
+    beside:   policy answers "now?" after every step, and all ranks agree on it (`_end_iteration`, `together`)
 
 Holds:   the trigger sits where everything of an iteration is over (the next batch request, or `step()`); the gate
          before every optimizer step is the only wait in the training thread; a failed checkpoint never stops training.
@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,14 +21,14 @@ from stepwell import events, journal, options
 from stepwell.agent.client import AgentClient
 from stepwell.data.batches import Batches
 from stepwell.data.steps import StepCounter
-from stepwell.errors import AgentError, ConfigError, PersistError, StateError
+from stepwell.errors import ConfigError, PersistError, StateError
 from stepwell.leave import Leave, Order
 from stepwell.outcome import Outcomes
 from stepwell.own import OwnState
 from stepwell.pace import Pace
 from stepwell.policy.every import Policy
 from stepwell.reopen import Reopened, load_only, reopen
-from stepwell.snapshot.inflight import Inflight
+from stepwell.saving import Saving
 from stepwell.snapshot.snapshotter import Snapshotter
 from stepwell.snapshot.uploads import SaveHandle
 from stepwell.state.capture import Capture
@@ -38,7 +37,7 @@ from stepwell.state.tracked import track as track_objects
 from stepwell.store.history import CLOSED, TOLD
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import ProgressFile
-from stepwell.together import NOT_AGREED, Together
+from stepwell.together import Together
 from stepwell.types import Keep, Status
 
 
@@ -79,7 +78,11 @@ class Checkpointer:
         given = {"keep": keep, "data": data, "seed": seed, "host_memory": host_memory, "snapshot": snapshot}
         given |= {"grace": grace, "notice": notice, "on_unseekable": on_unseekable}
         options.check_options(policy=policy, memory=memory, track=track, **given)
-        self._together = Together(self._on_late, self._on_costs, self._on_leave)
+        self._together = Together(
+            lambda step: self._saving.on_late(step),
+            lambda rank, costs: self._pace.note_others(rank, costs),
+            lambda: self._leave.take("another rank"),
+        )
         self._paths = RunPaths(options.run_directory(where), self._together.owner.rank)
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self._seed = seed
@@ -110,7 +113,8 @@ class Checkpointer:
         self._pid = os.getpid()
         self._reopened: Reopened | None = None
         self._is_closed = self._may_abandon = self._said_ahead = False
-        self._repeats: dict[int, int] = {}
+        stages = self._snapshotter, self._outcomes, self._together, self._client, self._log
+        self._saving = Saving(self._capture, self._own, self._steps, self.data, self._pace, *stages)
         self._hooks = hook(self._tracked, self._before_optimizer_step)
         self._steps.has_optimizers = bool(self._hooks)
 
@@ -211,7 +215,7 @@ class Checkpointer:
         self._count_step()
         self._own.go_to(count)
         self._own.is_finished = True
-        self._save_surely().wait(self._close_seconds)
+        self._saving.take_surely(self._close_seconds).wait(self._close_seconds)
         self._log.emit(events.Finished(step=self._steps.step, again=False))
         self.close()
 
@@ -255,10 +259,8 @@ class Checkpointer:
             self._together.look_again(self._capture.flatten(self._own.capture(is_draft=True)))
         if "leave" in due:
             self._go(self._leave.order or self._leave.take("another rank"))
-        if "save" in due:
-            self._save(block=False)
-        elif "memory" in due:
-            self._save(block=False, durable=False)
+        if "save" in due or "memory" in due:
+            self._saving.take(block=False, durable="save" in due, is_planned=not due & sure)
         elif self._snapshotter.is_unprepared:
             with contextlib.suppress(StateError):  # said again, with its path, by the first save
                 flat = self._together.cut(self._capture.flatten(self._own.capture(is_draft=True)))
@@ -309,73 +311,12 @@ class Checkpointer:
         self._count_step()  # or a resume would apply this batch twice
         self._own.is_after_epoch = self._own.is_past_epoch  # or it would run the code after the loop twice
         try:
-            handle = self._save(block=True, name=name, files=options.check_files(files))
+            handle = self._saving.take(block=True, name=name, files=options.check_files(files))
             self._snapshotter.copy_now()  # asked for: on return a kill of this process loses nothing that is on the CPU
         finally:
             self._own.is_after_epoch = False
         assert handle is not None
         return handle
-
-    def _save_surely(self) -> SaveHandle:
-        """The last save of a run: one that turns out void is taken again, blocking."""
-        handle = self._save(block=True)
-        if handle is None or handle.staging_completion.exception() is not None:
-            handle = self._save(block=True)
-        assert handle is not None
-        return handle
-
-    def _save(
-        self, *, block: bool, durable: bool = True, name: str | None = None, files: dict[str, str] | None = None
-    ) -> SaveHandle | None:
-        """state -> snapshot -> arena -> agent. None: put off (an event says why); asked again after the next step."""
-        step, repeat, started = self._steps.step, self._repeats.get(self._steps.step, -1) + 1, time.monotonic()
-        if self._outcomes.is_lost:
-            if block:
-                raise AgentError("the agent died again and again; see the log above for its error")
-            return None
-        taken: Inflight | str
-        try:
-            whole = self._capture.flatten(self._own.capture())
-            self._pace.know(whole, self._steps.step)
-            flat = self._together.cut(whole, block=block)
-            meta = {"step": step, "repeat": repeat, "durable": durable, "created": time.time(), "tree": whole.tree}
-            is_end = self.data.is_at_end or self._own.is_finished
-            meta |= {"epoch_end": is_end, "finished": self._own.is_finished, "name": name, "files": files or {}}
-            taken = NOT_AGREED if flat is None else self._snapshotter.take(flat, meta, block=block)
-        except Exception as error:
-            self._give_up(step, repeat, str(error), durable=durable)
-            if block:
-                raise
-            taken = f"{type(error).__name__}: {error}"  # a failed checkpoint never stops training
-            self._pace.restart(step, durable=durable)  # and the same at every step helps nobody
-        if isinstance(taken, str):
-            self._give_up(step, repeat, taken, durable=durable)
-            self._log.emit(events.SnapshotSkipped(step=step, reason=taken))
-            return None
-        self._pace.restart(step, durable=durable)
-        self._pace.waited(time.monotonic() - started)
-        if not durable:
-            return None
-        self._outcomes.is_due_again, self._repeats = False, {step: repeat}
-        self._pace.begin(taken.sequence, started, is_asked=block)
-        return SaveHandle(step, taken.staged, self._outcomes.uploads.open(taken.sequence))
-
-    def _give_up(self, step: int, repeat: int, reason: str, *, durable: bool) -> None:
-        """This rank has no part in a checkpoint of all: let them know, and count on as they do."""
-        if not self._together.is_alone:
-            self._pace.restart(step, durable=durable)
-            if durable:
-                self._repeats = {step: repeat}
-                self._client.send({"type": "void", "step": step, "repeat": repeat, "reason": reason})
-
-    def _on_late(self, step: int) -> None:
-        self._client.send({"type": "void", "step": step, "repeat": 0, "reason": "it had passed this step already"})
-
-    def _on_costs(self, rank: int, costs: tuple[float, float]) -> None:
-        self._pace.note_others(rank, costs)
-
-    def _on_leave(self) -> None:
-        self._leave.take("another rank")
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until every snapshot taken so far is committed. Raises PersistError for one that was given up."""
@@ -400,8 +341,8 @@ class Checkpointer:
 
     def _go(self, order: Order) -> None:
         """Told to leave, and an iteration is over: one more checkpoint, as far as the time allows. Raises to leave."""
-        is_saved = self._pace.step == self._steps.step and not self._outcomes.is_due_again
-        self._leave.finish(order, None if is_saved else self._save_surely, self.wait)
+        save = None if self._saving.is_done else lambda: self._saving.take_surely(order.seconds_for_disk)
+        self._leave.finish(order, save, self.wait)
         self._close_seconds = min(self._close_seconds, order.seconds_for_disk)
         self._pace.close(TOLD)
         with contextlib.suppress(PersistError):
@@ -416,8 +357,8 @@ class Checkpointer:
         try:
             if save and self._reopened is not None and not self._outcomes.is_lost:
                 self._count_step()
-                if self._pace.step != self._steps.step or self._outcomes.is_due_again:
-                    self._save_surely()
+                if not self._saving.is_done:
+                    self._saving.take_surely(self._close_seconds)
         finally:
             self._is_closed = True
             self._shut_down()

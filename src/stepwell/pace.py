@@ -222,6 +222,11 @@ class Pace:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     @property
+    def is_counted(self) -> bool:
+        """Whether the policy looks at steps and epochs alone, so that all ranks find the same."""
+        return is_counted(self._policy)
+
+    @property
     def step(self) -> int:
         """Of the last checkpoint that was begun."""
         return self._disk.step

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
 
 from stepwell import journal
 from stepwell.errors import GroupError, PersistError
@@ -30,9 +29,6 @@ Costs = tuple[float, float]
 """What a checkpoint takes from training, and until it is durable."""
 
 
-NOT_AGREED: Final = "the ranks have not agreed yet on who stores what"
-
-
 class Together:
     """This rank among the others. Constructing only assigns; `open` is collective.
 
@@ -45,7 +41,7 @@ class Together:
         self,
         on_late: Callable[[int], None],
         on_costs: Callable[[int, Costs], None],
-        on_leave: Callable[[], None],
+        on_leave: Callable[[], object],
     ) -> None:
         self.log: journal.EventLog | None = None
         self._on_late, self._on_costs, self._on_leave = on_late, on_costs, on_leave

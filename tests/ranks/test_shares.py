@@ -19,11 +19,11 @@ RANK_OWN_BYTES = 16 << 10
 
 
 def boxes(records: list[Record]) -> dict[str, list[LeafEntry]]:
-    """All pieces of every tensor of model and optimizer, over all ranks."""
+    """All pieces of every tensor of model and optimizer that belongs to all, over all ranks."""
     found = defaultdict(list)
     for record in records:
         for leaf in record.leaves:
-            if leaf.name.startswith(("model/", "optimizer/")):
+            if leaf.name.startswith(("model/", "optimizer/")) and not leaf.private:
                 found[leaf.name].append(leaf)
     return found
 

@@ -55,7 +55,8 @@ class Outcomes:
             self.uploads.succeed(sequence, message["directory"])
         elif kind == "released":
             self._snapshotter.pool.release(sequence)
-            self.uploads.forget(sequence)
+            if message["is_over"]:
+                self.uploads.forget(sequence)
         elif kind == "failed":
             self.is_fenced = self.is_fenced or (message["fenced"] and message["lineage"] == self.lineage)
             self.is_due_again = self.is_due_again or message["void"]

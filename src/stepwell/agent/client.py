@@ -173,7 +173,11 @@ class AgentClient:
         """Announce a snapshot whose bytes are about to arrive in the arena, in the place of what its slot held."""
         place = message["generation"], message["slot"]
         with self._lock:
-            gone = [number for number, begun in self._begun.items() if (begun["generation"], begun["slot"]) == place]
+            gone = [
+                number
+                for number, begun in self._begun.items()
+                if (begun["generation"], begun["slot"]) == place and not begun.get("written")
+            ]
             for number in gone:
                 del self._begun[number]
             self._begun[message["sequence"]] = message
@@ -211,9 +215,14 @@ class AgentClient:
                     return
                 continue
             message = received[0]
-            if message["type"] == "released" or (message["type"] == "failed" and message["final"]):
+            sequence: int = message.get("sequence", 0)
+            if message["type"] == "released" and not message["is_over"]:
+                with self._lock:  # its slot is filled anew; another agent would only have to look after the others
+                    if sequence in self._begun:
+                        self._begun[sequence] = {**self._begun[sequence], "written": True}
+            elif message["type"] == "released" or (message["type"] == "failed" and message["final"]):
                 with self._lock:
-                    self._begun.pop(message["sequence"], None)
+                    self._begun.pop(sequence, None)
                     self._forget_old()
             elif message["type"] == "bye":
                 self._ended.set()

@@ -100,7 +100,9 @@ class Persister:
         Raises VoidError if it came to nothing, or FencedError.
         """
         paths, id, owner = self.paths, pending.id, pending.owner
-        assert pending.written_at is not None and pending.record is not None
+        assert pending.written_at is not None
+        if pending.record is None:  # an agent before this one wrote it
+            pending.record = assemble.find_record(paths, id, owner)
         waited = time.monotonic() - pending.written_at
         if not commit.was_committed(paths, id, owner):
             if not owner.is_leader:
@@ -113,7 +115,9 @@ class Persister:
             if not records:
                 return False
             self.commit(pending, records)
-        self._note_commit(pending, pending.record.nbytes, pending.written_at, is_suspect=False)
+        record = pending.record
+        nbytes, is_suspect = (record.nbytes, record.suspect is not None) if record is not None else (0, False)
+        self._note_commit(pending, nbytes, pending.written_at, is_suspect=is_suspect)
         return True
 
     def _gather(self, pending: Pending, waited: float) -> list[tuple[Record, RecordRef]]:

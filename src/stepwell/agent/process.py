@@ -111,7 +111,7 @@ class Agent:
         for message in outbox:
             self._send(message)
         for item in released:
-            self._send({"type": "released", "sequence": item.sequence})
+            self._send({"type": "released", "sequence": item.sequence, "is_over": True})
 
     def _beat(self) -> None:
         """Show other machines that this run is alive. A thread of its own: the file system may hang."""
@@ -189,6 +189,7 @@ class Agent:
             arena=self.arenas[message["generation"]],
             layout=self.layouts[message["layout"]],
             meta=message,
+            written_at=time.monotonic() if message.get("written") else None,
         )
 
     def _do_begin(self, message: Message) -> None:
@@ -234,7 +235,7 @@ class Agent:
             self.stream, pending = None, stream.pending
             if pending.owner.is_alone:
                 self.worker.after_commit(pending, 0.0)
-                self.worker.outbox.append({"type": "released", "sequence": pending.sequence})
+                self.worker.outbox.append({"type": "released", "sequence": pending.sequence, "is_over": True})
                 return
             with self._lock:
                 self.worker.queue.items.append(pending)
@@ -248,7 +249,7 @@ class Agent:
             stream, self.stream = self.stream, None
             stream.abort()
             self.worker.note_failure(stream.pending, error, final=True)
-            self.worker.outbox.append({"type": "released", "sequence": stream.pending.sequence})
+            self.worker.outbox.append({"type": "released", "sequence": stream.pending.sequence, "is_over": True})
             return False
         return True
 

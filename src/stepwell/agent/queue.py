@@ -80,6 +80,11 @@ class Pending:
         )
 
     @property
+    def is_unfinished(self) -> bool:
+        """Neither complete nor written: without its trainer it comes to nothing."""
+        return self.written_at is None and not self.is_complete
+
+    @property
     def is_void(self) -> bool:
         """The guard threw it away."""
         return self.arena.is_void(self.slot, self.sequence)
@@ -135,7 +140,7 @@ class PendingQueue:
         self._keep(
             lambda item: (
                 item.sequence != pending.sequence
-                and not (item.slot == pending.slot and item.arena is pending.arena and not item.is_complete)
+                and not (item.slot == pending.slot and item.arena is pending.arena and item.is_unfinished)
             )
         )
         self.items.append(pending)
@@ -202,12 +207,12 @@ class PendingQueue:
 
     def has_incomplete(self) -> bool:
         """Whether something that is to be written may still become complete."""
-        return any(item.is_wanted and not item.is_done and not item.is_complete for item in self.items)
+        return any(item.is_wanted and not item.is_done and item.is_unfinished for item in self.items)
 
     def drop_incomplete(self) -> list[Pending]:
         """The trainer is dead: what is not complete never will be. Returns it."""
-        gone = [item for item in self.items if not item.is_complete]
-        self._keep(lambda item: item.is_complete)
+        gone = [item for item in self.items if item.is_unfinished]
+        self._keep(lambda item: not item.is_unfinished)
         return gone
 
     def drop_unwanted(self) -> None:

@@ -122,9 +122,11 @@ class Worker:
                 self.note_written(pending)
 
     def note_written(self, pending: Pending) -> None:
-        """This rank's part is durable; what becomes of the checkpoint depends on the others."""
+        """This rank's part is durable: its slot is free. What becomes of the checkpoint depends on the others."""
         with self.lock:
             pending.written_at = pending.not_before = time.monotonic()
+            self.outbox.append({"type": "released", "sequence": pending.sequence, "is_over": False})
+        os.eventfd_write(self.wake, 1)
 
     def _follow(self, pending: Pending) -> None:
         """Look whether the other ranks have written their parts."""

@@ -44,3 +44,10 @@ def play(tmp_path: Path) -> Iterator[Callable[[Backend, str, int], Stage]]:
             return Stage(backend, tmp_path, size)
 
         yield start
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Undone after the test, last things first."""
+    with ExitStack() as stack:
+        yield stack

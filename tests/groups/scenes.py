@@ -107,6 +107,7 @@ def training(group: Group) -> None:
 def store_in_use(group: Group) -> None:
     """Rank 0 waits in a call of ours while training needs the store on all ranks, to make a new group."""
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
 
     errors: list[GroupError] = []
 
@@ -118,8 +119,12 @@ def store_in_use(group: Group) -> None:
 
     early = threading.Thread(target=meet)
     if group.rank == 0:
+        watcher = _get_default_store().clone()  # type: ignore[attr-defined]
+        arrived = f"{group._prefix}/{group._round}/arrived"  # type: ignore[attr-defined]
         early.start()
-        time.sleep(0.2)  # to be in the wait; if it is not yet, the test shows less, and does not fail
+        while not watcher.check([arrived]):
+            time.sleep(0.01)
+        time.sleep(0.2)  # the wait is the next thing it does, but cannot be seen
     dist.new_group()
     if group.rank == 0:
         early.join()

@@ -1,4 +1,4 @@
-"""The line: what arrives, what is refused, and that a sender never waits. Ranks are threads or played by the test."""
+"""The line: what arrives, who is lost, and that a sender never waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -19,100 +18,9 @@ from stepwell.errors import GroupError
 from stepwell.groups import wire as wire_module
 from stepwell.groups.line import Line
 from stepwell.groups.local import LocalGroup
-from stepwell.groups.meet import Place, call
-from stepwell.groups.wire import GOODBYE, Message
+from stepwell.groups.wire import GOODBYE
 from tests.groups.circle import Circle
-
-SECONDS = 10.0
-
-
-class End:
-    """A line, and what its callbacks were told."""
-
-    def __init__(self, circle: Circle, rank: int) -> None:
-        self.heard: list[tuple[int, Message]] = []
-        self.lost: list[int] = []
-        self.threads: set[str] = set()
-        self._changed = threading.Condition()
-        self.group = circle.rank(rank)
-        self.line = Line(self.group, self._hear, self._lose)
-
-    def _hear(self, rank: int, message: Message) -> None:
-        with self._changed:
-            self.threads.add(threading.current_thread().name)
-            self.heard.append((rank, message))
-            self._changed.notify_all()
-        if message.get("raise"):
-            raise RuntimeError("a callback that fails")
-
-    def _lose(self, rank: int) -> None:
-        with self._changed:
-            self.lost.append(rank)
-            self._changed.notify_all()
-
-    def until(self, claim: Callable[[], bool]) -> None:
-        with self._changed:
-            assert self._changed.wait_for(claim, SECONDS), (self.heard[-3:], self.lost)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def open_all(stack: ExitStack, size: int) -> list[End]:
-    circle = Circle(size)
-    ends = [End(circle, rank) for rank in range(size)]
-    for end in ends:
-        stack.callback(end.line.close)
-    with ThreadPoolExecutor(size) as pool:
-        list(pool.map(lambda end: end.line.open(SECONDS), ends))
-    return ends
-
-
-class Caller:
-    """Rank 1 of two, played by hand: `place` is what rank 0 said, `join` ends the opening."""
-
-    def __init__(self, stack: ExitStack, seconds: float = SECONDS) -> None:
-        circle = Circle(2)
-        self.leader = End(circle, 0)
-        self._group = circle.rank(1)
-        self._stack = stack
-        self._opening = stack.enter_context(ThreadPoolExecutor(1)).submit(self.leader.line.open, seconds)
-        stack.callback(self.leader.line.close)
-        place = self._group.broadcast(None, "opening the line: where rank 0 listens", SECONDS)
-        self.place = Place.from_plain(place)
-
-    def connect(self, rank: int = 1, token: bytes | None = None, seconds: float = SECONDS) -> socket.socket:
-        place = Place(self.place.addresses, self.place.port, token or self.place.token)
-        sock = call(place, rank, time.monotonic() + seconds)
-        self._stack.callback(sock.close)
-        return sock
-
-    def join(self) -> None:
-        self._group.all_gather({}, "opening the line: who is connected", SECONDS)
-        self._opening.result(SECONDS)
-
-    def raw(self) -> socket.socket:
-        sock = socket.create_connection((self.place.addresses[0], self.place.port), timeout=SECONDS)
-        self._stack.callback(sock.close)
-        return sock
-
-
-def frame(message: object) -> bytes:
-    body = json.dumps(message).encode()
-    return struct.pack("<Q", len(body)) + body
-
-
-def is_hung_up(sock: socket.socket) -> bool:
-    try:
-        while sock.recv(1 << 16):
-            pass
-    except ConnectionError:
-        pass
-    return True
-
+from tests.groups.ends import SECONDS, Caller, End, frame, open_all
 
 # What arrives
 
@@ -183,84 +91,6 @@ def test_ranks_that_have_no_line_are_refused(stack: ExitStack) -> None:
             end.line.send({}, to=to)
     with pytest.raises(GroupError, match="at most"):
         other.line.send({"text": "x" * (65 << 20)})
-
-
-# Who is let in
-
-
-def test_who_does_not_know_the_token_is_refused(stack: ExitStack) -> None:
-    caller = Caller(stack)
-    with pytest.raises(OSError, match="hung up"):
-        caller.connect(token=bytes(16), seconds=0.2)
-    check_that_rank_1_can_still_join(caller)
-
-
-def test_control_without_the_proof_anybody_gets_in(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hmac.compare_digest", lambda given, expected: True)
-    caller = Caller(stack)
-    caller.connect(token=bytes(16))
-    caller.join()
-
-
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" + b"x" * 100, b"\0" * 52, b"\xff" * 5000])
-def test_garbage_is_refused(stack: ExitStack, garbage: bytes) -> None:
-    caller = Caller(stack)
-    sock = caller.raw()
-    sock.sendall(garbage)
-    assert is_hung_up(sock)
-    check_that_rank_1_can_still_join(caller)
-
-
-def test_a_silent_connection_holds_nobody(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.groups.meet._TRY_SECONDS", 0.5)
-    caller = Caller(stack)
-    silent = caller.raw()
-    assert is_hung_up(silent)
-    also_silent = caller.raw()
-    check_that_rank_1_can_still_join(caller)
-    assert is_hung_up(also_silent)
-
-
-@pytest.mark.parametrize("rank", [0, 2, 1 << 31])
-def test_a_rank_that_does_not_exist_is_refused(stack: ExitStack, rank: int) -> None:
-    caller = Caller(stack)
-    assert is_hung_up(caller.connect(rank))
-    check_that_rank_1_can_still_join(caller)
-
-
-def test_a_second_connection_of_a_rank_replaces_nothing(stack: ExitStack) -> None:
-    circle = Circle(3)
-    leader = End(circle, 0)
-    others = [circle.rank(1), circle.rank(2)]
-    pool = stack.enter_context(ThreadPoolExecutor(3))
-    opening = pool.submit(leader.line.open, SECONDS)
-    stack.callback(leader.line.close)
-    plain = list(pool.map(lambda group: group.broadcast(None, "opening the line: where rank 0 listens", 5), others))
-    place = Place.from_plain(plain[0])
-    first = stack.enter_context(call(place, 1, time.monotonic() + SECONDS))
-    assert is_hung_up(stack.enter_context(call(place, 1, time.monotonic() + SECONDS)))
-    second = stack.enter_context(call(place, 2, time.monotonic() + SECONDS))
-    list(pool.map(lambda group: group.all_gather({}, "opening the line: who is connected", 5), others))
-    opening.result(SECONDS)
-    first.sendall(frame({"n": 1}))
-    second.sendall(frame({"n": 2}))
-    leader.until(lambda: sorted(leader.heard, key=lambda item: item[0]) == [(1, {"n": 1}), (2, {"n": 2})])
-    assert leader.lost == []
-
-
-def test_nobody_is_let_in_later(stack: ExitStack) -> None:
-    caller = Caller(stack)
-    check_that_rank_1_can_still_join(caller)
-    with pytest.raises(OSError):
-        caller.raw()
-
-
-def check_that_rank_1_can_still_join(caller: Caller) -> None:
-    sock = caller.connect()
-    caller.join()
-    sock.sendall(frame({"n": 1}))
-    caller.leader.until(lambda: caller.leader.heard == [(1, {"n": 1})])
-    assert caller.leader.lost == []
 
 
 # Who is lost

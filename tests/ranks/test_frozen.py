@@ -79,7 +79,7 @@ def stop_inside_commit(job: Job, rank: int, point: str, barrier: Path) -> tuple[
     mark, nth = job.folder / "mark", 1 if point == "prune.begin" else 3
     crash = {"STEPWELL_CRASH": f"agent!{point}:{rank}:{nth}:stop", "STEPWELL_CRASH_MARK": str(mark)}
     launch = job.launch(WORLD, each={rank: crash})
-    wait_for(lambda: mark.exists() and mark.read_text(), "the agent reaches the point")
+    job.wait_while_alive(launch, lambda: mark.exists() and mark.read_text(), "the agent reaches the point")
     job.wait_at(barrier, launch)
     frozen = leave_behind(job, launch, rank)
     barrier.touch()

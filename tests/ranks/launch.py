@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -179,18 +179,19 @@ class Job(Run):
         """Until ranks (all by default) stand there."""
         for rank in range(launch.world) if ranks is None else ranks:
             sign = Path(f"{barrier}.{launch.number}.{rank}")
-            self._wait_while_alive(launch, sign.exists, f"rank {rank} stands at {barrier.name}")
+            self.wait_while_alive(launch, sign.exists, f"rank {rank} stands at {barrier.name}")
 
     def wait_committed(self, step: int, launch: Launch) -> None:
         """Until that step, or a later one, is committed."""
-        self._wait_while_alive(launch, lambda: self.newest_step() >= step, f"step {step} is committed")
+        self.wait_while_alive(launch, lambda: self.newest_step() >= step, f"step {step} is committed")
 
     def wait_step(self, step: int, launch: Launch) -> None:
         """Until some rank has done that step."""
         reached = self.ledger.last_step
-        self._wait_while_alive(launch, lambda: reached(launch.number) >= step, f"step {step} is done")
+        self.wait_while_alive(launch, lambda: reached(launch.number) >= step, f"step {step} is done")
 
-    def _wait_while_alive(self, launch: Launch, condition: Any, what: str) -> None:
+    def wait_while_alive(self, launch: Launch, condition: Callable[[], Any], what: str) -> None:
+        """Until the condition holds. Fails with all logs at the deadline, or as soon as a rank is gone."""
         try:
             wait_for(lambda: launch.has_ended() or condition(), what)
         except AssertionError as error:

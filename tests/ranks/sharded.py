@@ -123,11 +123,12 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Collective: of each full tensor, its shape and the hash of its bytes."""
+    """Collective: of each full tensor, its shape and the hash of its bytes. On rank 0; nothing on the others."""
     found = {}
     for name, tensor in sorted(tensors.items()):
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found[name] = f"{tuple(full.shape)} {hashlib.sha256(full.contiguous().numpy().tobytes()).hexdigest()}"
+        if dist.get_rank() == 0:
+            found[name] = f"{tuple(full.shape)} {hashlib.sha256(full.contiguous().numpy().tobytes()).hexdigest()}"
     return found
 
 

@@ -74,6 +74,18 @@ def test_a_frozen_rank_wakes_up_after_the_others_finished(
     assert job.difference(straight(WORLD, *ARGUMENTS)) is None
 
 
+def stop_inside_commit(job: Job, rank: int, point: str, barrier: Path) -> tuple[Launch, list[Process]]:
+    """All ranks came to the barrier, one of their agents to a point of its commit; everybody else is dead."""
+    mark, nth = job.folder / "mark", 1 if point == "prune.begin" else 3
+    crash = {"STEPWELL_CRASH": f"agent!{point}:{rank}:{nth}:stop", "STEPWELL_CRASH_MARK": str(mark)}
+    launch = job.launch(WORLD, each={rank: crash})
+    job.wait_while_alive(launch, lambda: mark.exists() and mark.read_text(), "the agent reaches the point")
+    job.wait_at(barrier, launch)
+    frozen = leave_behind(job, launch, rank)
+    barrier.touch()
+    return launch, frozen
+
+
 @pytest.mark.parametrize(
     ("rank", "point"),
     [(0, "manifest.written"), soak(0, "record.durable"), soak(0, "prune.begin"), soak(3, "shard.synced")],
@@ -82,17 +94,23 @@ def test_an_agent_frozen_inside_its_commit(
     rank: int, point: str, make_job: MakeJob, straight: Straight, tmp_path: Path
 ) -> None:
     """It stands at a named point of its commit, so that the very next file operation there is what it does first."""
-    mark, barrier, nth = tmp_path / "mark", tmp_path / "barrier", 1 if point == "prune.begin" else 3
-    crash = {"STEPWELL_CRASH": f"agent!{point}:{rank}:{nth}:stop", "STEPWELL_CRASH_MARK": str(mark)}
+    barrier = tmp_path / "barrier"
     job = make_job("job", *ARGUMENTS, "--sleep", 0.03, "--stop", f"20:{barrier}", STEPWELL_LINGER="1")
-    old = job.launch(WORLD, each={rank: crash})
-    wait_for(lambda: mark.exists() and mark.read_text(), "the agent reaches the point")
-    job.wait_at(barrier, old)
-    frozen = leave_behind(job, old, rank)
-    barrier.touch()
+    old, frozen = stop_inside_commit(job, rank, point, barrier)
     job.launch(WORLD).wait_well()
     before, true = listing(job.paths.root, {2}), live(job)
     thaw(job, old, rank, frozen)
     assert before and listing(job.paths.root, {2}) == before
     assert live(job) == true
     assert job.difference(straight(WORLD, *ARGUMENTS)) is None
+
+
+def test_control_without_a_successor_the_frozen_agent_commits(make_job: MakeJob, tmp_path: Path) -> None:
+    """The same scene, but nobody went on: what it was about to commit becomes a checkpoint when it thaws."""
+    barrier = tmp_path / "barrier"
+    job = make_job("job", *ARGUMENTS, "--sleep", 0.03, "--stop", f"20:{barrier}", STEPWELL_LINGER="1")
+    old, frozen = stop_inside_commit(job, 0, "manifest.written", barrier)
+    before = job.newest_step()
+    thaw(job, old, 0, frozen)
+    assert job.newest_step() > before
+    assert before > 0

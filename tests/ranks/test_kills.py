@@ -8,6 +8,7 @@ import secrets
 
 import pytest
 
+from stepwell.store.lineage import read_history
 from tests.crash.harness import report
 from tests.ranks.conftest import MakeJob, Straight
 from tests.ranks.launch import Job
@@ -20,6 +21,7 @@ def check(job: Job, reference: Job, epochs: int) -> None:
     assert job.ledger.problem(SAMPLES, epochs) is None
     assert job.difference(reference) is None
     assert all(step > 0 for step in list(job.ledger.resumed().values())[1:]), "every restart resumed"
+    assert read_history(job.paths).newest == len(job.launches), "one lineage for all ranks of a launch"
     job.check_nothing_left()
 
 

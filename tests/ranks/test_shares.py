@@ -49,8 +49,9 @@ def nbytes_of(leaf: LeafEntry) -> int:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ddp_is_written_once_and_evenly(world: int, make_job: MakeJob) -> None:
-    job = make_job("job", "--width", WIDTH, "--epochs", 1)
+    job = make_job("job", "--width", WIDTH, "--epochs", 1, "--draw-seed")
     job.launch(world).wait_well()
+    assert job.ledger.problem(96, 1) is None, "all ranks have the seed that one of them drew"
     entry = job.newest()
     assert entry is not None and entry.manifest is not None and entry.manifest.world_size == world
     job.verify(entry)

@@ -49,25 +49,39 @@ def test_a_rank_three_times_slower_and_clocks_an_hour_off(policy: str, make_job:
         assert committed(job)[-1] == attempted(job)[0][-1]
 
 
+def pass_a_stall(job: Job, rank: int, stall: Path, *, seconds: float = 0.0) -> None:
+    """Train to step 30 while the disk of one rank does nothing, and for some seconds more; then let it go on."""
+    late = job.barrier("late")
+    stall.touch()
+    launch = job.launch(WORLD, "--stop", f"30:{late}", each={rank: {"RANKS_STALL": str(stall)}})
+    job.wait_at(late, launch)  # training came here while the disk did nothing
+    wait_for(Path(f"{stall}{STALLED}").exists, "the agent waits for its disk")
+    assert not launch.has_ended(seconds), launch.logs()
+    assert job.newest_step() == 0, "nothing is a checkpoint without that rank"
+    stall.unlink()
+    job.wait_committed(1, launch)
+    late.touch()
+    launch.wait_well()
+
+
 @pytest.mark.parametrize("rank", [3, soak(0)])
 def test_a_disk_that_stalls_holds_up_the_commits_and_not_the_steps(
     rank: int, make_job: MakeJob, straight: Straight, tmp_path: Path
 ) -> None:
     """Rank 0 is the one that commits, so both sides of the agents' agreement stall once."""
-    stall = tmp_path / "stall"
-    job = make_job("job", *ARGUMENTS, "--sleep", 0.01, "--stop", f"30:{tmp_path / 'late'}")
-    stall.touch()
-    launch = job.launch(WORLD, each={rank: {"RANKS_STALL": str(stall)}})
-    job.wait_at(tmp_path / "late", launch)  # training came here while the disk did nothing
-    wait_for(Path(f"{stall}{STALLED}").exists, "the agent waits for its disk")
-    assert job.newest_step() == 0, "nothing is a checkpoint without that rank"
-    stall.unlink()
-    job.wait_committed(1, launch)
-    (tmp_path / "late").touch()
-    launch.wait_well()
+    job = make_job("job", *ARGUMENTS, "--sleep", 0.01)
+    pass_a_stall(job, rank, tmp_path / "stall")
     check_agreement(job, straight(WORLD, *ARGUMENTS))
     newest = job.newest()
     assert newest is not None and newest.manifest is not None and newest.manifest.finished
+
+
+@pytest.mark.soak
+def test_a_disk_that_stalls_for_half_a_minute(make_job: MakeJob, straight: Straight, tmp_path: Path) -> None:
+    """Six times as long as a collective may take: no collective waits for a disk."""
+    job = make_job("job", *ARGUMENTS, "--sleep", 0.01, STEPWELL_GROUP_SECONDS="5")
+    pass_a_stall(job, 3, tmp_path / "stall", seconds=30)
+    check_agreement(job, straight(WORLD, *ARGUMENTS))
 
 
 def test_a_rank_whose_disk_fails_makes_the_checkpoint_void_for_all(make_job: MakeJob, straight: Straight) -> None:

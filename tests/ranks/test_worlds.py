@@ -6,14 +6,39 @@ single rank that nothing happened to, byte by byte.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
 from tests.ranks.conftest import MakeJob, Straight, soak
 from tests.ranks.launch import Job
 from tests.ranks.torment import kill
 
-SAMPLES, EPOCHS = 101, 4
-COMMON = ("--samples", SAMPLES, "--epochs", EPOCHS, "--loader", "carry", "--keyed")
+EPOCHS = 4
+VICTIMS = {4: "ranks", 2: "rank", 8: "everything"}
+"""Who is killed in which world; the last one runs to the end."""
+
+
+class How(NamedTuple):
+    """How batches are made: the loader, and of each world the batch of a rank and the steps before the kill."""
+
+    loader: tuple[object, ...]
+    samples: int
+    every: int
+    batches: dict[int, int]
+    steps: dict[int, int]
+
+    def arguments(self) -> tuple[object, ...]:
+        return ("--samples", self.samples, "--epochs", EPOCHS, *self.loader)
+
+
+CARRY, WORKERS = ("--loader", "carry", "--keyed"), ("--loader", "sampler", "--workers", 1)
+SAME, WHOLE = {4: 3, 2: 3, 8: 3, 1: 3}, {4: 4, 2: 8, 8: 2, 1: 16}
+HOWS = {
+    "same batch of a rank": How(CARRY, 101, 2, SAME, {4: 4, 2: 8, 8: 4}),
+    "same batch of all ranks": How(CARRY, 101, 2, WHOLE, {4: 4, 2: 4, 8: 4}),
+    "torch's sampler": How(WORKERS, 96, 5, WHOLE, {4: 1, 2: 1, 8: 1}),  # six steps an epoch: never saved at its edge
+}
 
 
 def position(job: Job, step: int) -> int:
@@ -22,39 +47,25 @@ def position(job: Job, step: int) -> int:
     return sum(len(used[1]) for at in range(1, step + 1) for line in survived[at].values() for used in line["used"])
 
 
-def hop(job: Job, worlds: dict[int, tuple[int, int, str]]) -> None:
-    """Through all world sizes: batch size of a rank, steps to be committed before the kill, and who is killed."""
-    *hops, (last, (last_batch, _, _)) = worlds.items()
-    for world, (batch, steps, victim) in hops:
-        launch = job.launch(world, "--batch", batch)
-        job.wait_committed(job.newest_step() + steps, launch)
-        kill(job, launch, victim, world - 1)
-    job.launch(last, "--batch", last_batch).wait_well()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("batches", ["of a rank", soak("of all ranks")])
-def test_four_two_eight_one(batches: str, make_job: MakeJob, straight: Straight) -> None:
-    """The batch of a rank stays the same, and that of all ranks changes; or the other way round."""
-    whole = batches == "of all ranks"
-    job = make_job("job", *COMMON, "--every", 2, "--sleep", 0.02, STEPWELL_LINGER="2")
-    hop(
-        job,
-        {
-            4: (4 if whole else 3, 4, "ranks"),
-            2: (8 if whole else 3, 4 if whole else 8, "rank"),
-            8: (2 if whole else 3, 4, "everything"),
-            1: (16 if whole else 3, 0, ""),
-        },
-    )
+@pytest.mark.parametrize("how", ["same batch of a rank", soak("same batch of all ranks"), soak("torch's sampler")])
+def test_four_two_eight_one(how: str, make_job: MakeJob, straight: Straight) -> None:
+    """Each world is killed in the middle of an epoch, the last one runs to the end."""
+    chosen = HOWS[how]
+    job = make_job("job", *chosen.arguments(), "--every", chosen.every, "--sleep", 0.02, STEPWELL_LINGER="2")
+    for world, victim in VICTIMS.items():
+        launch = job.launch(world, "--batch", chosen.batches[world])
+        job.wait_committed(job.newest_step() + chosen.steps[world], launch)
+        kill(job, launch, victim, world - 1)
+    job.launch(1, "--batch", chosen.batches[1]).wait_well()
     resumed = list(job.ledger.resumed().values())
     assert len(resumed) == 4 and sorted(set(resumed)) == resumed, resumed
     at = [position(job, step) for step in resumed[1:]]
-    assert all(place % SAMPLES for place in at), f"a kill hit the edge of an epoch: {at}"
-    assert job.ledger.problem(SAMPLES, EPOCHS) is None
-    reference = straight(1, *COMMON, "--batch", 16)
-    whole_run = SAMPLES * EPOCHS
+    assert all(place % chosen.samples for place in at), f"a kill hit the edge of an epoch: {at}"
+    assert job.ledger.problem(chosen.samples, EPOCHS) is None
+    reference = straight(1, *chosen.arguments(), "--batch", 16)
+    whole_run = chosen.samples * EPOCHS
     assert job.ledger.stream()[:whole_run] == reference.ledger.stream()[:whole_run]
-    if whole:  # the members of each global batch are the same too, so the steps count the same
+    if chosen.batches is WHOLE:  # the members of each global batch are the same too, so the steps count the same
         assert job.endings()[0]["step"] == reference.endings()[0]["step"]
     job.check_nothing_left()

@@ -50,6 +50,7 @@ def options() -> argparse.Namespace:
     add("--seconds", type=float, help="seconds from checkpoint to checkpoint, instead")
     add("--auto", action="store_true", help="the automatic frequency, instead")
     add("--keep", type=int, default=2)
+    add("--draw-seed", action="store_true", help="no seed is given: the first start draws one for all ranks")
     add("--sleep", type=float, default=0.0, help="seconds, the length of a step")
     add("--slow", default="0:1", help="RANK:FACTOR, a rank that sleeps longer")
     add("--stop", action="append", default=[], help="STEP:PATH, wait in this step until the file exists")
@@ -114,12 +115,15 @@ def make_checkpointer(args: argparse.Namespace, loader: Any, tracked: dict[str, 
         return stand_in.Checkpointer(args.where, loader, every, set(args.forget.split(",")), tracked)
     import stepwell
 
+    seed = None if args.draw_seed else 7
     policy: Any = stepwell.Every(steps=args.every)
     if args.seconds is not None:
         policy = stepwell.Every(seconds=args.seconds)
     if args.auto:
         policy = stepwell.Auto()
-    return stepwell.Checkpointer(args.where, policy=policy, keep=args.keep, data=loader, seed=7, grace=None, **tracked)
+    return stepwell.Checkpointer(
+        args.where, policy=policy, keep=args.keep, data=loader, seed=seed, grace=None, **tracked
+    )
 
 
 def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -88,7 +88,9 @@ class Checkpointer:
         self._seed = seed
         self._tracked = track_objects(options.named_objects(track, tracked))
         self._capture = Capture(self._tracked)
-        self._log = self._together.log = journal.EventLog(self._paths.events, who="trainer", background=True)
+        self._log = self._together.log = journal.EventLog(
+            self._paths.events, who="trainer", rank=self._paths.rank, background=True
+        )
         self._pace = Pace(self._paths, self._together.owner, options.choose_policy(policy, overhead), memory, self._log)
         self._outcomes = Outcomes(self._pace.end, lambda pid: self._progress.update(self._steps.step, agent_pid=pid))
         self._client = AgentClient(self._log, self._outcomes.on_agent)
@@ -112,7 +114,7 @@ class Checkpointer:
         self._own = OwnState(self._steps, self.data)
         self._pid = os.getpid()
         self._reopened: Reopened | None = None
-        self._is_closed = self._may_abandon = self._said_ahead = False
+        self._is_closed = self._may_abandon = self._said_ahead = self._is_failing = False
         stages = self._snapshotter, self._outcomes, self._together, self._client, self._log
         self._saving = Saving(self._capture, self._own, self._steps, self.data, self._pace, *stages)
         self._hooks = hook(self._tracked, self._before_optimizer_step)
@@ -239,6 +241,7 @@ class Checkpointer:
     def _end_iteration(self) -> None:
         """Count the step, if it was one, and ask the policies."""
         has_stepped, order = self._count_step(), self._leave.order
+        self._is_failing = order is not None and order.is_for_peer and not self._together.is_alone
         if order is not None and (order.is_for_peer or (self._together.is_alone and self._steps.is_between)):
             self._go(order)
         if not has_stepped:
@@ -355,7 +358,7 @@ class Checkpointer:
             self._is_closed = True
             return
         try:
-            if save and self._reopened is not None and not self._outcomes.is_lost:
+            if save and self._reopened is not None and not self._outcomes.is_lost and not self._together.is_broken:
                 self._count_step()
                 if not self._saving.is_done:
                     self._saving.take_surely(self._close_seconds)
@@ -371,7 +374,10 @@ class Checkpointer:
         self._log.flush()
         self._snapshotter.stop()
         pending = self._outcomes.uploads.pending()
-        self._client.close(seconds=self._close_seconds if pending else 10.0)
+        if self._is_failing or self._together.is_broken:
+            pending = []  # what is complete is written; the agent keeps its memory for the next start of all ranks
+        else:
+            self._client.close(seconds=self._close_seconds if pending else 10.0)
         self._snapshotter.close()
         self._together.close()
         self._pace.close(CLOSED)
@@ -384,14 +390,19 @@ class Checkpointer:
 
     def _at_exit(self) -> None:
         """The interpreter ends without close(): finish complete snapshots, leave no process. Nothing new is saved."""
-        self._pace.close_after(getattr(sys, "last_type", None))
+        self._fail_with(getattr(sys, "last_type", None))
         with contextlib.suppress(PersistError):
             self.close(save=False)
+
+    def _fail_with(self, kind: type[BaseException] | None) -> None:
+        """The process ends with this exception, if any. Of many ranks another one may have died: all begin again."""
+        self._pace.close_after(kind)
+        self._is_failing = kind is not None and not self._together.is_alone
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         # After an exception the state may be half changed: what is on disk is better than what is in memory.
-        self._pace.close_after(kind)
+        self._fail_with(kind)
         self.close(save=kind is None)

@@ -24,6 +24,7 @@ from typing import Final, Literal
 Role = Literal["trainer", "agent"]
 
 _role: Role = "trainer"
+_rank = 0
 _lock: Final = threading.Lock()
 _counts: Final[dict[str, int]] = {}
 POINTS: Final[dict[str, str]] = {
@@ -100,9 +101,15 @@ _faults = _read_faults()
 _slow_copy = float(_clause("STEPWELL_SLOW_COPY") or 0)
 
 
-def crash_point(name: str, rank: int = 0) -> None:
+def set_rank(rank: int) -> None:
+    """Say which rank this process belongs to."""
+    global _rank
+    _rank = rank
+
+
+def crash_point(name: str) -> None:
     """Die here by SIGKILL if a test asked for it: no handlers, no flushing, as a real kill."""
-    if _crash is None or _crash[0] != name or _crash[1] != rank:
+    if _crash is None or _crash[0] != name or _crash[1] != _rank:
         return
     with _lock:
         _counts[name] = count = _counts.get(name, 0) + 1

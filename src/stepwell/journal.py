@@ -33,9 +33,10 @@ class EventLog:
     `background`: lines are written by a thread of its own, so that a file system that hangs does not hold training up.
     """
 
-    def __init__(self, path: Path, *, who: str, lineage: int = 0, background: bool = False) -> None:
+    def __init__(self, path: Path, *, who: str, lineage: int = 0, rank: int = 0, background: bool = False) -> None:
         self.path = path
         self.who = who
+        self.rank = rank
         self.lineage = lineage
         self._background = background
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -57,6 +58,7 @@ class EventLog:
             "process": os.getpid(),
             "lineage": self.lineage,
             "kind": event.kind,
+            **({"rank": self.rank} if self.rank else {}),
         }
         line.update(asdict(event))
         data = json.dumps(line, default=str).encode() + b"\n"

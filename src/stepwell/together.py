@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from stepwell import journal
+from stepwell import faults, journal
 from stepwell.errors import GroupError, PersistError
 from stepwell.events import Event
 from stepwell.groups.choose import choose_group
@@ -63,6 +63,11 @@ class Together:
         return self.group.size == 1
 
     @property
+    def is_broken(self) -> bool:
+        """Whether a rank was lost: this run ends, and begins again with all of them."""
+        return bool(self._lost)
+
+    @property
     def owner(self) -> Owner:
         """This rank, as records name it."""
         return Owner(self.group.rank, self.group.size)
@@ -71,6 +76,7 @@ class Together:
         """Meet the others. Collective."""
         if not self._is_open:
             self._is_open = True
+            faults.set_rank(self.group.rank)
             self.group.open()
         return self.group
 

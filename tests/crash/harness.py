@@ -274,8 +274,11 @@ class Run:
     # -- what the run directory says ----------------------------------------------------------------------------------
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        found = journal.read_events(self.paths.events)
-        return [event for event in found if kind is None or event["kind"] == kind]
+        """Of all ranks, as they came."""
+        files = sorted(self.paths.root.glob("events*.jsonl"))
+        found = [event for path in files for event in journal.read_events(path)]
+        chosen = [event for event in found if kind is None or event["kind"] == kind]
+        return chosen if len(files) == 1 else sorted(chosen, key=lambda event: event["time"])
 
     def newest(self) -> catalog.Entry | None:
         """The newest live committed checkpoint."""

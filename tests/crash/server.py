@@ -59,6 +59,7 @@ def become_trainer(request: dict[str, Any]) -> None:
         status = ending.code
     except BaseException as error:
         traceback.print_exc()
+        sys.last_type = type(error)  # as the interpreter does before its exit handlers run
         status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

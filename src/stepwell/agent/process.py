@@ -150,6 +150,7 @@ class Agent:
         with self._lock:
             self.run_id, self.lineage = message["run"], message["lineage"]
             self.owner = Owner(message["rank"], message["world_size"])
+            faults.set_rank(self.owner.rank)
             self.linger_seconds = message["linger"]
             self.paths = RunPaths(Path(message["root"]), self.owner.rank)
             self.worker.serve(self.paths, self.lineage, Keep(**message["keep"]), message["patience"])

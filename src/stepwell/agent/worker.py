@@ -54,7 +54,7 @@ class Worker:
         """A trainer said hello: this is its run."""
         self.lineage, self.keep = lineage, keep
         self.log.close()
-        self.log = journal.EventLog(paths.events, who="agent", lineage=lineage)
+        self.log = journal.EventLog(paths.events, who="agent", lineage=lineage, rank=paths.rank)
         self.persister = Persister(paths, self.log, self._writer, lineage=lineage, patience=patience)
         self._is_leader = paths.rank == 0
         self._sweeps_due += self._is_leader

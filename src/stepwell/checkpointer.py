@@ -241,34 +241,25 @@ class Checkpointer:
     def _end_iteration(self) -> None:
         """Count the step, if it was one, and ask the policies."""
         has_stepped, order = self._count_step(), self._leave.order
-        self._is_failing = order is not None and order.is_for_peer and not self._together.is_alone
         if order is not None and (order.is_for_peer or (self._together.is_alone and self._steps.is_between)):
             self._go(order)
         if not has_stepped:
             return
-        step, is_end = self._steps.step, self.data.is_at_end
-        costs = self._pace.end_iteration(step)
+        step, costs = self._steps.step, self._pace.end_iteration(self._steps.step)
         if costs is not None:
             self._together.tell_costs(costs)
-        sure, wished = self._pace.wishes(step, is_epoch_end=is_end, again=self._outcomes.is_due_again)
+        sure, wished = self._pace.wishes(step, is_epoch_end=self.data.is_at_end, again=self._outcomes.is_due_again)
+        wished = (["look again"] if self._outcomes.has_drifted else []) + wished
         if order is not None:
             self._together.ask_to_leave()
             wished.append("leave")
-        if self._outcomes.has_drifted:
-            wished.insert(0, "look again")
         due = self._together.pass_step(step, wishes=wished, is_busy=self._outcomes.uploads.is_busy) | sure
-        if "look again" in due:
-            self._outcomes.has_drifted = False
-            self._together.look_again(self._capture.flatten(self._own.capture(is_draft=True)))
         if "leave" in due:
-            self._go(self._leave.order or self._leave.take("another rank"))
+            self._go(self._leave.take("another rank"))
         if "save" in due or "memory" in due:
             self._saving.take(block=False, durable="save" in due, is_planned=not due & sure)
-        elif self._snapshotter.is_unprepared:
-            with contextlib.suppress(StateError):  # said again, with its path, by the first save
-                flat = self._together.cut(self._capture.flatten(self._own.capture(is_draft=True)))
-                if flat is not None:
-                    self._snapshotter.prepare(flat)
+        elif "look again" in due or self._snapshotter.is_unprepared:
+            self._saving.prepare(look_again="look again" in due)
         self._together.tell_ready(self._snapshotter.pool.is_ready)
 
     def _count_step(self) -> bool:
@@ -347,6 +338,7 @@ class Checkpointer:
         save = None if self._saving.is_done else lambda: self._saving.take_surely(order.seconds_for_disk)
         self._leave.finish(order, save, self.wait)
         self._close_seconds = min(self._close_seconds, order.seconds_for_disk)
+        self._is_failing = order.is_for_peer and not self._together.is_alone
         self._pace.close(TOLD)
         with contextlib.suppress(PersistError):
             self.close(save=False)

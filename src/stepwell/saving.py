@@ -8,8 +8,8 @@ Holds:   a save that was not asked for never raises. With many ranks every save 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from stepwell import events, journal
 from stepwell.agent.client import AgentClient
 from stepwell.data.batches import Batches
 from stepwell.data.steps import StepCounter
-from stepwell.errors import AgentError, StepwellError
+from stepwell.errors import AgentError, StateError, StepwellError
 from stepwell.outcome import Outcomes
 from stepwell.own import OwnState
 from stepwell.pace import Pace
@@ -97,6 +97,17 @@ class Saving:
         self.pace.begin(taken.sequence, started, is_asked=block)
         return SaveHandle(step, taken.staged, self.outcomes.uploads.open(taken.sequence))
 
+    def prepare(self, *, look_again: bool) -> None:
+        """Get memory ready for the first save; `look_again`: what the ranks share is not the same any more."""
+        with contextlib.suppress(StateError):  # said again, with its path, by the first save
+            whole = self.capture.flatten(self.own.capture(is_draft=True))
+            if look_again:
+                self.outcomes.has_drifted = False
+                self.together.look_again()
+            flat = self.together.cut(whole)
+            if flat is not None:
+                self.snapshotter.prepare(flat)
+
     def take_surely(self, seconds: float) -> SaveHandle:
         """The last save of a run: one that turns out void is taken again, blocking."""
         try:
@@ -116,7 +127,7 @@ class Saving:
             return handle.staging_completion.exception() is None
         try:
             return handle.upload_completion.exception(seconds) is None
-        except FutureTimeout:
+        except TimeoutError:
             return True  # storage is slow: whoever waits for it says so
 
     @property

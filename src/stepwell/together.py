@@ -143,10 +143,9 @@ class Together:
                 self._cutter = (self._round, Cutter(self._shares[self._round]))
         return self._cutter[1].cut(flat)
 
-    def look_again(self, flat: Flat) -> None:
-        """What was shared has drifted apart: ask for a new verdict. All ranks do so at the same step."""
+    def look_again(self) -> None:
+        """What was shared has drifted apart: the next cut is by a new verdict. All ranks at the same step."""
         self._form = None
-        self.cut(flat)
 
     def _is_settled(self) -> bool:
         return self._round in self._shares or bool(self._lost)

@@ -74,7 +74,7 @@ def test_the_fields_are_all_there() -> None:
     written = set(json.loads((V1 / CHECKPOINT / "rank-00000.json").read_bytes()))
     for made in (run, line, manifest):
         written |= set(json.loads(made.dump()))
-    written |= {field.name for field in fields(record.LeafEntry)}
+    written |= {field.name for field in fields(record.LeafEntry)} | {"copies"}
     assert names == written - {"format", "checksum"}
     for field in (*fields(record.FileEntry), *fields(RecordRef)):
         assert f"`{field.name}`" in text

@@ -183,6 +183,11 @@ class AgentClient:
             self._begun[message["sequence"]] = message
             self._send(message)
 
+    def note_written(self, message: Message) -> None:
+        """A streamed part is durable: another agent would have to look after those of the other ranks."""
+        with self._lock:
+            self._begun[message["sequence"]] = {**message, "written": True}
+
     def send(self, message: Message) -> None:
         """Say something that is not repeated to a replaced agent."""
         with self._lock:

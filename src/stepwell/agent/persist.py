@@ -66,6 +66,7 @@ class Persister:
             return True
         directory = commit.open_checkpoint(self.paths, pending.id, pending.owner)
         if not pending.owner.is_alone:
+            assemble.check_void(self.paths, pending.id)
             pending.record = assemble.find_record(self.paths, pending.id, pending.owner)
             if pending.record is not None:  # as above, and the leader may be reading it
                 return False
@@ -99,6 +100,13 @@ class Persister:
 
         Raises VoidError if it came to nothing, or FencedError.
         """
+        try:
+            return self._follow(pending)
+        except VoidError:
+            assemble.withdraw(self.paths, pending.id, pending.owner, self._spare)
+            raise
+
+    def _follow(self, pending: Pending) -> bool:
         paths, id, owner = self.paths, pending.id, pending.owner
         assert pending.written_at is not None
         if pending.record is None:  # an agent before this one wrote it
@@ -106,6 +114,8 @@ class Persister:
         waited = time.monotonic() - pending.written_at
         if not commit.was_committed(paths, id, owner):
             if not owner.is_leader:
+                if pending.meta["name"] is None and assemble.is_outdated(paths, id):
+                    return True
                 assemble.check_void(paths, id)
                 commit.check_fence(paths, id)
                 if waited > 2 * self._patience:
@@ -134,7 +144,10 @@ class Persister:
             assemble.end_void(self.paths, Void(pending.run, pending.id, int(str(rank)), reason))
             raise
         commit.check_fence(self.paths, pending.id)
-        return [item for item in found if not isinstance(item, int)]
+        records = [item for item in found if not isinstance(item, int)]
+        if records:
+            crash_point("records.gathered")
+        return records
 
     def void(self, void: Void) -> None:
         """This rank has no part in a checkpoint: let the leader know."""

@@ -5,6 +5,7 @@ Holds:   a box lies inside its tensor; two boxes meet in a box, or not at all.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -59,4 +60,9 @@ def is_covered(whole: Box, parts: Sequence[Box]) -> bool:
     """Whether parts that lie inside `whole` make it up, each element once."""
     if sum(part.numel for part in parts) != whole.numel:
         return False
-    return all(a.meet(b) is None for number, a in enumerate(parts) for b in parts[:number])
+    columns: dict[Box, list[Box]] = {}  # parts that differ in their rows alone: there are few such columns
+    for part in sorted((part for part in parts if part.numel), key=lambda part: part.offsets[:1]):
+        columns.setdefault(Box(part.offsets[1:], part.shape[1:]), []).append(part)
+    neighbours = all(a.meet(b) is None for found in columns.values() for a, b in itertools.pairwise(found))
+    across = [(a, b) for number, a in enumerate(columns) for b in list(columns)[:number] if a.meet(b) is not None]
+    return neighbours and all(a.meet(b) is None for one, other in across for a in columns[one] for b in columns[other])

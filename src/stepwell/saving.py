@@ -177,4 +177,4 @@ class Saving:
         """This rank has no part in a checkpoint of all."""
         if durable and not self.together.is_alone:
             message: dict[str, Any] = {"type": "void", "step": step, "repeat": repeat, "reason": reason}
-            self.client.send(message)
+            self.client.say_void(message)

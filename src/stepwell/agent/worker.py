@@ -163,6 +163,9 @@ class Worker:
         """This rank has no part in a checkpoint: nobody is to wait for it. Under the lock."""
         if not pending.owner.is_alone and pending.is_wanted:
             self.say_void(Void(pending.run, pending.id, pending.owner.rank, reason))
+            # Should this process die before that is done, its trainer says it to the next one.
+            where = {"step": pending.id.step, "repeat": pending.id.repeat}
+            self.outbox.append({"type": "gives_up", "void": {"type": "void", **where, "reason": reason}})
 
     def say_void(self, void: Void) -> None:
         """The trainer could not even begin. Under the lock."""
@@ -182,6 +185,9 @@ class Worker:
                 self.log.emit(events.PersistFailed(step=word.void.id.step, error=str(error), action=action))
         with self.lock:
             self._voids = [other for other in self._voids if other is not word] + ([again] if again else [])
+            if again is None:
+                self.outbox.append({"type": "voided", "step": word.void.id.step, "repeat": word.void.id.repeat})
+        os.eventfd_write(self.wake, 1)
 
     def after_commit(self, pending: Pending, seconds: float) -> None:
         """Tell the trainer, then make room on disk."""

@@ -64,7 +64,7 @@ def test_one_flipped_bit_makes_all_ranks_fall_back_together(
     job = make_job("job", *ARGUMENTS, "--sleep", 0.03, "--stop", f"11:{barrier}")  # time to write each of them
     launch = job.launch(WORLD)
     job.wait_at(barrier, launch)
-    job.wait_committed(9, launch)
+    wait_for(lambda: len([entry for entry in job.good() if entry.is_live]) >= 2, "two checkpoints")
     launch.kill()
     launch.wait()
     job.kill_agents()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -72,6 +73,7 @@ class Saving:
                 raise AgentError("the agent died again and again; see the log above for its error")
             return None
         repeat = self._repeat(step, is_planned=is_planned)
+        was_due, self.outcomes.is_due_again = self.outcomes.is_due_again, self.outcomes.is_due_again and not durable
         taken: Inflight | str
         try:
             whole = self.capture.flatten(self.own.capture())
@@ -85,11 +87,13 @@ class Saving:
             taken = f"{type(error).__name__}: {error}"  # a failed checkpoint never stops training
             self.pace.restart(step, durable=durable, is_planned=is_planned)  # and the same at every step helps nobody
             if block:
+                self.outcomes.is_due_again = was_due
                 self._note(step, repeat, durable=durable, is_planned=is_planned, is_taken=False)
                 self._void(step, repeat, taken, durable=durable)
                 raise
         self._note(step, repeat, durable=durable, is_planned=is_planned, is_taken=not isinstance(taken, str))
         if isinstance(taken, str):
+            self.outcomes.is_due_again = self.outcomes.is_due_again or was_due
             self._void(step, repeat, taken, durable=durable)
             self.log.emit(events.SnapshotSkipped(step=step, reason=taken))
             return None
@@ -98,7 +102,6 @@ class Saving:
             return None
         if taken.void is not None:  # no agent took it; one that has it says so itself, which does not matter
             self._void(step, repeat, f"its snapshot is void: {taken.void.seen_by}", durable=durable)
-        self.outcomes.is_due_again = False
         self.pace.begin(taken.sequence, started, is_asked=block)
         handle = SaveHandle(step, taken.staged, self.outcomes.uploads.open(taken.sequence))
         self._last = self._last if is_planned else handle
@@ -141,7 +144,7 @@ class Saving:
             return handle.staging_completion.exception() is None
         try:
             return handle.upload_completion.exception(seconds) is None
-        except TimeoutError:
+        except FutureTimeout:
             return True  # storage is slow: whoever waits for it says so
 
     def _is_done(self, seconds: float) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,7 +23,7 @@ from stepwell.own import OwnState
 from stepwell.pace import Pace
 from stepwell.snapshot.inflight import Inflight
 from stepwell.snapshot.snapshotter import Snapshotter
-from stepwell.snapshot.uploads import SaveHandle
+from stepwell.snapshot.uploads import SaveHandle, has_failed
 from stepwell.state.capture import Capture
 from stepwell.together import Together
 
@@ -142,10 +141,7 @@ class Saving:
         """Whether it came to something: alone it is complete in memory, with many ranks all of them have written it."""
         if self.together.is_alone:
             return handle.staging_completion.exception() is None
-        try:
-            return handle.upload_completion.exception(seconds) is None
-        except FutureTimeout:
-            return True  # storage is slow: whoever waits for it says so
+        return not has_failed(handle, seconds)
 
     def _is_done(self, seconds: float) -> bool:
         """Whether this step was saved; with many ranks by all of them, in one way that all know of."""

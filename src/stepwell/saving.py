@@ -23,7 +23,7 @@ from stepwell.own import OwnState
 from stepwell.pace import Pace
 from stepwell.snapshot.inflight import Inflight
 from stepwell.snapshot.snapshotter import Snapshotter
-from stepwell.snapshot.uploads import SaveHandle
+from stepwell.snapshot.uploads import SaveHandle, has_failed
 from stepwell.state.capture import Capture
 from stepwell.together import Together
 
@@ -72,6 +72,7 @@ class Saving:
                 raise AgentError("the agent died again and again; see the log above for its error")
             return None
         repeat = self._repeat(step, is_planned=is_planned)
+        was_due, self.outcomes.is_due_again = self.outcomes.is_due_again, self.outcomes.is_due_again and not durable
         taken: Inflight | str
         try:
             whole = self.capture.flatten(self.own.capture())
@@ -85,11 +86,13 @@ class Saving:
             taken = f"{type(error).__name__}: {error}"  # a failed checkpoint never stops training
             self.pace.restart(step, durable=durable, is_planned=is_planned)  # and the same at every step helps nobody
             if block:
+                self.outcomes.is_due_again = was_due
                 self._note(step, repeat, durable=durable, is_planned=is_planned, is_taken=False)
                 self._void(step, repeat, taken, durable=durable)
                 raise
         self._note(step, repeat, durable=durable, is_planned=is_planned, is_taken=not isinstance(taken, str))
         if isinstance(taken, str):
+            self.outcomes.is_due_again = self.outcomes.is_due_again or was_due
             self._void(step, repeat, taken, durable=durable)
             self.log.emit(events.SnapshotSkipped(step=step, reason=taken))
             return None
@@ -98,7 +101,6 @@ class Saving:
             return None
         if taken.void is not None:  # no agent took it; one that has it says so itself, which does not matter
             self._void(step, repeat, f"its snapshot is void: {taken.void.seen_by}", durable=durable)
-        self.outcomes.is_due_again = False
         self.pace.begin(taken.sequence, started, is_asked=block)
         handle = SaveHandle(step, taken.staged, self.outcomes.uploads.open(taken.sequence))
         self._last = self._last if is_planned else handle
@@ -139,10 +141,7 @@ class Saving:
         """Whether it came to something: alone it is complete in memory, with many ranks all of them have written it."""
         if self.together.is_alone:
             return handle.staging_completion.exception() is None
-        try:
-            return handle.upload_completion.exception(seconds) is None
-        except TimeoutError:
-            return True  # storage is slow: whoever waits for it says so
+        return not has_failed(handle, seconds)
 
     def _is_done(self, seconds: float) -> bool:
         """Whether this step was saved; with many ranks by all of them, in one way that all know of."""

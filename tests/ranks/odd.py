@@ -1,4 +1,4 @@
-"""A small run of several ranks with whatever a test wants to be odd about it. No DDP: an all_reduce keeps them in step.
+"""A small run of several ranks with whatever a test wants to be odd about it. An all_reduce keeps them in step.
 
     odd.py WHERE JSON     beside WHERE, at the end: WHERE.<launch>.<rank> with what came back and what there is
 
@@ -8,6 +8,7 @@ Options: steps, every, seconds, never, memory, host_memory, keep, grace    of th
          frozen         the first layer is not trained
          save [STEPS]   all ranks call save() there;    named STEP: and one of these has a name
          unlike RANK    this rank's model has another shape
+         mesh KIND      four ranks with FSDP2: `stages`, two models, each over two; `copies`, one, twice over two
          restore {}     arguments of restore();    fail RANK: its data is refused when the run is opened
          stop STEP:PATH as in trainer.py;    pause SECONDS in each step;    late RANK:SECONDS before it closes
 """
@@ -24,6 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -34,6 +38,7 @@ WIDTH = 64
 
 
 def digest(tensor: torch.Tensor) -> str:
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
@@ -48,11 +53,15 @@ class Refusing:
 
 
 def make(wishes: dict[str, Any], rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-    torch.manual_seed(3)
+    mesh = wishes.get("mesh")
+    torch.manual_seed(3 + (rank // 2 if mesh == "stages" else 0))
     width = WIDTH + (1 if wishes.get("unlike") == rank else 0)
     model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 1))
     if wishes.get("frozen"):
         model[0].requires_grad_(False)
+    if mesh is not None:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+        fully_shard(model, mesh=both["shard"] if mesh == "stages" else both)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=0.01)
     more: dict[str, Any] = {"seen": torch.zeros(300), "extra": {}}
@@ -123,8 +132,9 @@ def train(
         inputs = torch.randn(4, model[0].in_features)
         model(inputs).pow(2).mean().backward()
         for parameter in model.parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and "mesh" not in wishes:
                 dist.all_reduce(parameter.grad)
+        dist.barrier()
         optimizer.step()
         optimizer.zero_grad()
         more["seen"] += 1 + (rank if wishes.get("drift", 1 << 30) <= step else 0)

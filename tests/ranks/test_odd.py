@@ -136,6 +136,22 @@ def test_frozen_leaves_are_written_once_by_each_rank(make: Any) -> None:
     assert job.finals(again) == make("straight").end(frozen=True, steps=15)
 
 
+@pytest.mark.parametrize("mesh", ["stages", "copies"])
+def test_the_same_names_on_two_meshes_and_copies_on_one(mesh: str, make: Any, tmp_path: Path) -> None:
+    """Shards of one row are empty on half of the ranks. Of two stages none may be taken for a copy of the other."""
+    wishes = {"steps": 12, "mesh": mesh, "world": 4}
+    job = make()
+    job.kill_at(8, tmp_path / "barrier", committed=6, **wishes)
+    job.kill_agents()
+    again = job.go(**wishes)
+    again.wait_well()
+    assert [report["resumed"] for report in job.reports(again)] == [6] * 4
+    found = [report["found"]["0.weight"] for report in job.reports(again)]
+    assert len(set(found)) == (4 if mesh == "stages" else 2)
+    assert job.finals(again) == make("straight").end(**wishes)
+    job.check_nothing_left()
+
+
 # -- memory and disk --------------------------------------------------------------------------------------------------
 
 

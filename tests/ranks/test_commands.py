@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from stepwell.format.checksum import document_digest
 from stepwell.format.manifest import Void
-from stepwell.store import assemble
+from stepwell.format.record import Record
+from stepwell.store import assemble, catalog
 from stepwell.store.lineage import read_run
+from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 from tests.cli.commands import flip, good, stepwell
 from tests.ranks.conftest import MakeJob, Straight
@@ -51,13 +55,6 @@ def test_sizes_and_bytes_of_all_ranks(job: Job, run: Path) -> None:
 
 def test_a_tensor_that_the_records_do_not_make_up_is_damage(run: Path) -> None:
     """A record whose box says other rows than it stores: all checksums are right."""
-    from dataclasses import replace
-
-    from stepwell.format.checksum import document_digest
-    from stepwell.format.record import Record
-    from stepwell.store import catalog
-    from stepwell.store.paths import RunPaths
-
     entry = catalog.scan(RunPaths(run))[0]
     assert entry.manifest is not None
     path = entry.path / "rank-00001.json"
@@ -76,7 +73,9 @@ def test_a_tensor_that_the_records_do_not_make_up_is_damage(run: Path) -> None:
 def test_generators_of_every_rank_are_compared(job: Job, run: Path) -> None:
     newest, older = (item["checkpoint"] for item in good("ls", run, "--json").json["checkpoints"][:2])
     same = good("diff", run / newest, job.where / newest, "--json").json
-    assert same["equal"] and same["equal_tensors"] > len({*good("show", run, "--json").json["tensors"][0]})
+    tensors = good("show", run, "--json").json["tensors"]
+    own = [item for item in tensors if item.get("of_each_rank")]
+    assert same["equal"] and own and same["equal_tensors"] == len(tensors) + (WORLD - 1) * len(own)
     found = stepwell("diff", run / newest, run / older, "--json").json["differences"]
     paths = [item["path"] for item in found]
     assert "model/0.weight" in paths and "model/0.weight (rank 1)" not in paths
@@ -86,7 +85,7 @@ def test_generators_of_every_rank_are_compared(job: Job, run: Path) -> None:
 
 def test_void_directories_say_why(job: Job, run: Path) -> None:
     newest = good("ls", run, "--json").json["checkpoints"][0]
-    paths = job.paths.__class__(run)
+    paths = RunPaths(run)
     given_up = CheckpointId(newest["step"] + 2, 0, newest["lineage"])
     assemble.leave_void(paths, Void(read_run(paths).id, given_up, 2, "its disk is full"))
     ended = CheckpointId(newest["step"] + 4, 0, newest["lineage"])
@@ -122,7 +121,8 @@ def test_a_run_is_alive_while_any_rank_is(make_job: MakeJob) -> None:
         launch.kill([rank])
         job.kill_agents_of(rank)
     document = good("ls", job.where, "--json").json
-    assert document["alive"] and len(document["agent_pids"]) == 1
+    assert (document["alive"], document["trainer_pids"]) == (True, [launch.ranks[3].pid])
+    assert len(document["agent_pids"]) == 1
     assert "left alone" in good("clean", job.where).out
     assert stepwell("prune", job.where).code == 2
     launch.kill([3])

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from stepwell import ConfigError, RestoreError, StateError
-from stepwell.interchange.dcp_state import Behind, Box, flat_state, give_optimizer, open_checkpoint
+from stepwell.interchange.dcp_state import Behind, Box, flat_state, give_optimizer, open_checkpoint, own_errors, tree_of
 
 __all__ = ["StepwellReader", "load_into", "parameter_names"]
 
@@ -74,7 +74,7 @@ class StepwellReader(StorageReader):
         self._close()
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         whole = open_checkpoint(self._run, self._step, rank, size)
-        self._behind = Behind(whole, flat_state(whole.record.tree, self._names))
+        self._behind = Behind(whole, flat_state(tree_of(whole), self._names))
         flat = self._behind.flat
         found: dict[str, Any] = {key: BytesStorageMetadata() for key in flat.values}
         for key in flat.leaves:
@@ -176,7 +176,7 @@ def load_into(checkpoint: str | os.PathLike[str] | StorageReader, /, *, strict: 
         more = f"\n  ... and {len(problems) - 12} more" if len(problems) > 12 else ""
         raise StateError(f"the DCP checkpoint does not fit the objects:\n{listed}{more}", problems=problems)
     state = {key: target for entrance in entrances for key, target in entrance.wanted.items()}
-    with warnings.catch_warnings():
+    with own_errors(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is fine
         load(state, storage_reader=reader)
     for entrance in entrances:

@@ -13,6 +13,7 @@ from stepwell.cli.locate import Found, find_run, locate, step_option
 from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
 from stepwell.errors import DamagedError
 from stepwell.format.record import FileEntry, LeafEntry, Record
+from stepwell.interchange.merged import tree_of
 from stepwell.interchange.outline import METADATA, Node, outline, summary, value_text
 from stepwell.restore.whole import Whole, whole_leaf
 
@@ -36,7 +37,7 @@ def show(run: str, step: int | None, policy: bool, as_json: bool) -> None:
         return
     found = locate(run, step)
     whole = found.whole()
-    root = outline(whole.record.tree)
+    root = outline(tree_of(whole))
     leaves = {name: whole_leaf(leaf) for name, leaf in whole.leaves.items()}
     attached = [(part.record, file) for part in whole.parts for file in part.record.files if file.kind == "opaque"]
     if as_json:

@@ -16,6 +16,7 @@ from stepwell.errors import DamagedError
 from stepwell.format import dtypes, tree
 from stepwell.format.box import Box
 from stepwell.format.record import LeafEntry
+from stepwell.interchange.merged import tree_of
 from stepwell.interchange.numbers import Distance, distance
 from stepwell.interchange.outline import Node, outline, value_text
 from stepwell.interchange.reading import OnBytes, Tensors
@@ -66,7 +67,8 @@ def compare(a: Whole, b: Whole, on_bytes: OnBytes | None = None) -> Comparison:
 
 def _compare(a: Whole, b: Whole, on_bytes: OnBytes | None, *, only_own: bool = False) -> Comparison:
     """`only_own`: of tensors those that are the rank's own on both sides."""
-    nodes_a, nodes_b = (dict(outline(side.record.tree).walk()) for side in (a, b))
+    trees = [side.record.tree if only_own else tree_of(side) for side in (a, b)]
+    nodes_a, nodes_b = (dict(outline(encoded).walk()) for encoded in trees)
     changes: list[Change] = []
     pairs: list[tuple[tree.Path, LeafEntry, LeafEntry]] = []
     ties_a, ties_b = _ties(nodes_a), _ties(nodes_b)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepwell.errors import ConfigError
-from stepwell.interchange.dcp_state import Behind, flat_state
+from stepwell.interchange.dcp_state import Behind, flat_state, own_errors
+from stepwell.interchange.merged import part
 from stepwell.interchange.newfile import Written, check_folder, new_folder
-from stepwell.interchange.outline import part
 from stepwell.interchange.plain import change_notes, simplify
 from stepwell.interchange.reading import OnBytes, own_notes
 from stepwell.restore.whole import Whole
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 def write_dcp(whole: Whole, out: Path, *, only: str | None, force: bool, on_bytes: OnBytes | None = None) -> Written:
     """Export a checkpoint, or one tracked object under its name. Raises DamagedError and leaves no folder then."""
     check_folder(out, force=force)
-    part(whole.record, only)
-    chosen = {name: tree for name, tree in part(whole.record, None).items() if only in (None, name)}
+    chosen = part(whole, None) if only is None else {only: part(whole, only)}
     plain = simplify(chosen, keep_arrays=True)
     try:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -36,7 +35,7 @@ def write_dcp(whole: Whole, out: Path, *, only: str | None, force: bool, on_byte
         raise ConfigError("--format dcp needs torch, which is not installed here; --format hf does not") from None
     flat = flat_state(plain.encoded)
     with contextlib.closing(Behind(whole, flat)) as behind, new_folder(out, force=force) as temporary:
-        with warnings.catch_warnings():
+        with own_errors(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group: none is needed
             writer = FileSystemWriter(temporary)
             save({}, storage_writer=writer, planner=_planner(behind, on_bytes), no_dist=True)

@@ -8,12 +8,14 @@ Holds:   the keys are those that `dcp.save({"model": model.state_dict(), ...})` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from stepwell.errors import DamagedError, StateError
+from stepwell.errors import DamagedError, StateError, StepwellError
 from stepwell.format.box import Box
+from stepwell.interchange.merged import tree_of
 from stepwell.interchange.outline import damage_if_malformed, key_text, tagged
 from stepwell.interchange.reading import Tensors, entries_of, open_checkpoint
 from stepwell.interchange.torch_file import as_tensor
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Behind", "Box", "FlatState", "flat_state", "give_optimizer", "open_checkpoint"]
+__all__ = ["Behind", "Box", "FlatState", "flat_state", "give_optimizer", "open_checkpoint", "own_errors", "tree_of"]
 
 Path = tuple[str | int, ...]
 _MAPPINGS: Final = ("$dict", "$ordered", "$counter")
@@ -174,3 +176,18 @@ def give_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
     from stepwell.restore import load
 
     load.give_optimizer(optimizer, state)
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """DCP wraps what went wrong on any rank: an error of ours comes out as it was."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        for rank in sorted(error.failures):
+            found = error.failures[rank][0]
+            if isinstance(found, StepwellError):
+                raise found from error
+        raise

@@ -13,8 +13,9 @@ from typing import Final
 
 from stepwell.errors import ConfigError
 from stepwell.format.record import LeafEntry
+from stepwell.interchange.merged import part
 from stepwell.interchange.newfile import Written, check_folder, new_folder
-from stepwell.interchange.outline import outline, part
+from stepwell.interchange.outline import outline
 from stepwell.interchange.reading import OnBytes, entries_of, own_notes
 from stepwell.interchange.safetensors_file import Names, choose_names, fill_file, metadata_of, tensor_notes
 from stepwell.restore.whole import Whole
@@ -38,7 +39,7 @@ def write_hf(
     """Export one tracked module. Raises DamagedError and leaves no folder if a byte is wrong."""
     check_folder(out, force=force)
     only = MODULE if only is None else only
-    names = choose_names(outline(part(whole.record, only)), only, ".")
+    names = choose_names(outline(part(whole, only)), only, ".")
     found = {entry.name: entry for entry in entries_of(whole, set(names.kept))}
     entries = [found[leaf] for leaf in names.kept]  # in the order of the module
     if not entries:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from stepwell.format import dtypes, shard
 from stepwell.format.record import LeafEntry, Record
+from stepwell.interchange.merged import part
 from stepwell.interchange.newfile import Written, new_file
-from stepwell.interchange.outline import METADATA, Node, outline, part
+from stepwell.interchange.outline import METADATA, Node, outline
 from stepwell.interchange.reading import OnBytes, deliver_leaves, entries_of, own_notes
 from stepwell.restore.whole import Whole
 from stepwell.store import files
@@ -52,7 +53,7 @@ def write_safetensors(
     whole: Whole, out: Path, *, only: str | None, force: bool, on_bytes: OnBytes | None = None
 ) -> Written:
     """Export a checkpoint, or one tracked object of it. Raises DamagedError and leaves no file if a byte is wrong."""
-    root = outline(part(whole.record, only))
+    root = outline(part(whole, only))
     names = choose_names(root, only)
     entries = entries_of(whole, set(names.kept))
     with new_file(out, force=force) as temporary:

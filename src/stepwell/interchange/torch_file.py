@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from stepwell.errors import ConfigError
 from stepwell.format.record import LeafEntry
+from stepwell.interchange.merged import part
 from stepwell.interchange.newfile import Written, check_target, new_file
-from stepwell.interchange.outline import outline, part
+from stepwell.interchange.outline import outline
 from stepwell.interchange.plain import Plain, change_notes, simplify
 from stepwell.interchange.reading import OnBytes, deliver_leaves, entries_of, own_notes
 from stepwell.restore.whole import Whole
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def write_torch(whole: Whole, out: Path, *, only: str | None, force: bool, on_bytes: OnBytes | None = None) -> Written:
     """Export a checkpoint, or one tracked object of it. Raises DamagedError and leaves no file if a byte is wrong."""
     check_target(out, force=force)
-    encoded = part(whole.record, only)
+    encoded = part(whole, only)
     wanted = {leaf for _, leaf in outline(encoded).leaves()}
     plain = simplify(encoded)
     try:

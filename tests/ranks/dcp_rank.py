@@ -1,8 +1,9 @@
 """One rank that saves with torch.distributed.checkpoint, goes on from that under stepwell, or loads through our reader.
 
-    dcp_rank.py WHERE --task save|go-on|load --kind plain|ddp|fsdp|tp --folder DIR --style raw|named|flat
+    dcp_rank.py WHERE --task save|go-on|load|stages --kind plain|ddp|fsdp|tp --folder DIR --style raw|named|flat
 
-Writes WHERE.<task>.json (rank 0): digests of all full tensors, under the names of the plain model.
+Writes WHERE.<task>.json (rank 0): digests of all full tensors, under the names of the plain model. `stages`: each rank
+has one layer of the model, as in a pipeline, and saves that.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add = parser.add_argument
     add("where")
-    add("--task", required=True, choices=["save", "go-on", "load"])
-    add("--kind", required=True, choices=["plain", "ddp", "fsdp", "tp"])
+    add("--task", required=True, choices=["save", "go-on", "load", "stages"])
+    add("--kind", default="plain", choices=["plain", "ddp", "fsdp", "tp"])
     add("--folder")
     add("--style", default="raw", choices=["raw", "named", "flat"])
     add("--width", type=int, default=24)
@@ -86,12 +87,28 @@ def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Opti
     return {"loaded": digest(named_tensors(model, optimizer))}
 
 
+def stages(args: argparse.Namespace) -> None:
+    import stepwell
+
+    rank = dist.get_rank()
+    model = nn.ModuleDict({f"stage{rank}": nn.Linear(3, 2 + rank)})
+    nn.init.constant_(model[f"stage{rank}"].weight, rank)
+    ckpt = stepwell.Checkpointer(args.where, model=model, policy=stepwell.Never(), grace=None)
+    ckpt.restore()
+    ckpt.save().wait()
+    ckpt.close(save=False)
+
+
 def main() -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     args = options()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
+    if args.task == "stages":
+        stages(args)
+        dist.destroy_process_group()
+        return
     torch.manual_seed({"save": 1, "go-on": 2, "load": 3}[args.task])
     model = spread(Net(args.width, 50, 2), args.kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr={"save": 1e-2, "go-on": 1.0, "load": 2.0}[args.task])

@@ -132,3 +132,22 @@ def check_one_process(run: Path, expected: dict[str, str]) -> None:
     assert stepwell("export", run, run.parent / "x", "--step", 4).code == 2
     assert not (run.parent / "x").exists()
     assert "damaged" in stepwell("verify", f"{run}@4").out
+
+
+def test_stages_of_a_pipeline_are_one_model_for_others(make_job: MakeJob, tmp_path: Path) -> None:
+    """Each rank names other tensors: rank 0's tree alone would lose all but its own."""
+    job = make_job("job", kind=Interchange)
+    job.launch(3, "--task", "stages").wait_well()
+    out = tmp_path / "model.safetensors"
+    good("export", job.where, out, "--only", "model")
+    found = safetensors.torch.load_file(out)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items() if name.endswith("weight")} == {
+        f"stage{rank}.weight": (2 + rank, 3) for rank in range(3)
+    }
+    assert all(bool((found[f"stage{rank}.weight"] == rank).all()) for rank in range(3))
+    shown = [item["path"] for item in good("show", job.where, "--json").json["tensors"]]
+    assert {f"model/{name}" for name in found} <= set(shown)
+    good("diff", job.where, job.where)
+    model = torch.nn.ModuleDict({f"stage{rank}": torch.nn.Linear(3, 2 + rank) for rank in range(3)})
+    load_into(StepwellReader(job.where), model=model)  # one process takes all stages
+    assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())

@@ -110,6 +110,10 @@ def test_a_bare_state_dict_of_a_model(tmp_path: Path) -> None:
     dcp.save(theirs[0].state_dict(), checkpoint_id=tmp_path / "dcp")
     load_into(tmp_path / "dcp", model=ours[0])
     assert_same(dict(ours[0].state_dict()), dict(theirs[0].state_dict()))
+    inner = [nn.ModuleDict({"model": nn.Linear(2, 2), "head": nn.Linear(2, 1)}) for _ in range(2)]
+    dcp.save(inner[0].state_dict(), checkpoint_id=tmp_path / "inner")  # keys that begin with `model.` all the same
+    load_into(tmp_path / "inner", model=inner[1])
+    assert_same(dict(inner[1].state_dict()), dict(inner[0].state_dict()))
 
 
 def test_what_does_not_fit_is_told_before_anything_changes(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import itertools
 import math
 import random
 
-from stepwell.format.box import Box, Runs
+import pytest
+
+from stepwell.format.box import Box, Runs, is_covered
 
 
 def elements(box: Box, shape: tuple[int, ...]) -> list[int]:
@@ -42,3 +44,27 @@ def test_what_lies_together_is_one_run() -> None:
     assert (columns.count, columns.length, columns.starts(2)) == (3, 2, (4, 9))
     scalar = Runs(Box.whole(()), (), Box.whole(()), ())
     assert (scalar.count, scalar.length, list(scalar)) == (1, 1, [(0, 0)])
+
+
+def test_covered_means_each_element_once() -> None:
+    dice = random.Random(4)
+    verdicts = []
+    for _ in range(2000):
+        shape = tuple(dice.randint(1, 4) for _ in range(dice.randrange(3)))
+        parts = []
+        for _ in range(dice.randint(1, 4)):
+            offsets = tuple(dice.randint(0, size - 1) for size in shape)
+            sizes = tuple(dice.randint(0, size - offset) for size, offset in zip(shape, offsets, strict=True))
+            parts.append(Box(offsets, sizes))
+        found = sorted(position for part in parts for position in elements(part, shape))
+        verdicts.append(is_covered(Box.whole(shape), parts))
+        assert verdicts[-1] == (found == list(range(math.prod(shape)))), (shape, parts)
+    assert verdicts.count(True) > 50 < verdicts.count(False)
+
+
+def test_many_ranks_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    meet = Box.meet
+    monkeypatch.setattr(Box, "meet", lambda a, b: calls.append(1) or meet(a, b))
+    assert is_covered(Box.whole((4000, 2)), [Box((row, 0), (1, 2)) for row in range(4000)])
+    assert len(calls) < 4000

@@ -101,16 +101,18 @@ class StepwellReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors and values. Returns when that is done. Raises DamagedError."""
         behind = self._opened()
-        tensors: list[tuple[ReadItem, torch.Tensor]] = []
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, behind.saved_value(item.storage_index.fqn))
-            else:
-                tensors.append((item, planner.resolve_tensor(item).detach()))
-        behind.fill([(item.storage_index.fqn, _box(item, behind), tensor) for item, tensor in tensors])
-        for item, tensor in tensors:
-            planner.commit_tensor(item, tensor)
-        self._close()
+        try:
+            tensors: list[tuple[ReadItem, torch.Tensor]] = []
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, behind.saved_value(item.storage_index.fqn))
+                else:
+                    tensors.append((item, planner.resolve_tensor(item).detach()))
+            behind.fill([(item.storage_index.fqn, _box(item, behind), tensor) for item, tensor in tensors])
+            for item, tensor in tensors:
+                planner.commit_tensor(item, tensor)
+        finally:
+            self._close()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -167,11 +169,19 @@ def load_into(checkpoint: str | os.PathLike[str] | StorageReader, /, *, strict: 
     what you trust.
     """
     reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
-    metadata = reader.read_metadata()
-    modules = [target for target in objects.values() if isinstance(target, torch.nn.Module)]
-    entrances = [_entrance(name, target, modules, metadata) for name, target in objects.items()]
-    problems = [problem for entrance in entrances for problem in entrance.problems]
-    if problems and strict:
+    entrances: list[_Entrance] = []
+    error: Exception | None = None
+    try:
+        metadata = reader.read_metadata()
+        modules = [target for target in objects.values() if isinstance(target, torch.nn.Module)]
+        entrances = [_entrance(name, target, modules, metadata) for name, target in objects.items()]
+    except Exception as raised:  # the other ranks wait for this one's word
+        error = raised
+    mine = [problem for entrance in entrances for problem in entrance.problems] if strict else []
+    problems = _of_all_ranks(mine if error is None else [str(error)])
+    if error is not None:
+        raise error
+    if problems:
         listed = "\n".join(f"  {problem}" for problem in problems[:12])
         more = f"\n  ... and {len(problems) - 12} more" if len(problems) > 12 else ""
         raise StateError(f"the DCP checkpoint does not fit the objects:\n{listed}{more}", problems=problems)
@@ -181,6 +191,16 @@ def load_into(checkpoint: str | os.PathLike[str] | StorageReader, /, *, strict: 
         load(state, storage_reader=reader)
     for entrance in entrances:
         entrance.give(state)
+
+
+def _of_all_ranks(problems: list[str]) -> list[str]:
+    """Collective: a rank that refuses alone would leave the others waiting for it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return problems
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problems)
+    others = [f"rank {rank}: {problem}" for rank, theirs in enumerate(found) for problem in theirs]
+    return problems or others
 
 
 def _entrance(name: str, target: Any, modules: Iterable[torch.nn.Module], metadata: Metadata) -> _Entrance:
@@ -212,8 +232,10 @@ class _Module(_Entrance):
         super().__init__()
         self._module = module
         stored = metadata.state_dict_metadata
-        self._prefix = f"{name}." if any(key.startswith(f"{name}.") for key in stored) else ""
         live = get_model_state_dict(module)
+        # By what fits better: a model may have a part that is called as it is.
+        hits = {prefix: sum(prefix + key in stored for key in live) for prefix in (f"{name}.", "")}
+        self._prefix = "" if hits[""] > hits[f"{name}."] else f"{name}."
         for key, value in live.items():
             found = stored.get(self._prefix + key)
             if found is None:

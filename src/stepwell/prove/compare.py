@@ -44,7 +44,7 @@ class Difference:
     def generator(self) -> str | None:
         """Name of the global random generator it belongs to, if it does: "python", "numpy", "torch", "cuda"."""
         parts = self.path.split("/")
-        return parts[2] if parts[:2] == ["stepwell", "rng"] and len(parts) > 2 else None
+        return parts[2].partition(" (rank ")[0] if parts[:2] == ["stepwell", "rng"] and len(parts) > 2 else None
 
 
 @dataclass(frozen=True)

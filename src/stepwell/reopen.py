@@ -32,8 +32,7 @@ from stepwell.holdings import Holdings
 from stepwell.options import seconds_from
 from stepwell.restore.load import Loaded, load
 from stepwell.restore.plan import Choice, choose
-from stepwell.restore.read import FileSource
-from stepwell.restore.whole import Part
+from stepwell.restore.whole import Part, parts_on_disk
 from stepwell.state.tracked import Tracked
 from stepwell.store import catalog
 from stepwell.store.lineage import create_next, open_run, read_history
@@ -266,9 +265,7 @@ def _parts(paths: RunPaths, id: CheckpointId, source: str, holdings: Holdings) -
     """Of each rank that saved it. Raises DamagedError."""
     if source == "memory":
         return [holdings.held[id][rank] for rank in sorted(holdings.held[id])]
-    manifest, directory = catalog.read_manifest(paths, id), paths.checkpoint(id)
-    records = [catalog.read_record(paths, manifest, rank) for rank in range(manifest.world_size)]
-    return [Part(record, lambda file: FileSource(directory / file.name)) for record in records]
+    return parts_on_disk(paths, catalog.read_manifest(paths, id))
 
 
 def _try_all(

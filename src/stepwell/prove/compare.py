@@ -13,6 +13,7 @@ from typing import Final
 from stepwell.errors import DamagedError, RestoreError
 from stepwell.format.record import Record
 from stepwell.interchange.compare import Change, compare
+from stepwell.restore.whole import Whole, parts_on_disk
 from stepwell.store import catalog
 from stepwell.store.paths import RunPaths
 
@@ -23,8 +24,12 @@ _OF_TENSORS: Final = ("bytes", "shape", "dtype", "tied")
 class LastCheckpoint:
     """What a run ended with."""
 
-    record: Record
-    directory: Path
+    whole: Whole
+
+    @property
+    def record(self) -> Record:
+        """Rank 0's."""
+        return self.whole.record
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Difference:
     def generator(self) -> str | None:
         """Name of the global random generator it belongs to, if it does: "python", "numpy", "torch", "cuda"."""
         parts = self.path.split("/")
-        return parts[2] if parts[:2] == ["stepwell", "rng"] and len(parts) > 2 else None
+        return parts[2].partition(" (rank ")[0] if parts[:2] == ["stepwell", "rng"] and len(parts) > 2 else None
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ def last_checkpoint(root: Path) -> LastCheckpoint:
             continue
         if entry.manifest is None:
             raise DamagedError(f"{entry.path}: {entry.damage}", path=str(entry.path))
-        return LastCheckpoint(catalog.read_record(paths, entry.manifest), entry.path)
+        return LastCheckpoint(Whole(parts_on_disk(paths, entry.manifest)))
     raise RestoreError(f"{root} holds no committed checkpoint", path=str(root))
 
 
@@ -78,13 +83,14 @@ def why_not_comparable(uninterrupted: LastCheckpoint, killed: LastCheckpoint, *,
 
 def compare_states(uninterrupted: LastCheckpoint, killed: LastCheckpoint) -> StateComparison:
     """Compare two checkpoints. Raises DamagedError if one of them is not what its record says."""
-    found = compare((uninterrupted.record, uninterrupted.directory), (killed.record, killed.directory))
+    found = compare(uninterrupted.whole, killed.whole)
     values = sum(change.kind == "value" for change in found.changes)
     differences = [Difference(change.path, _text(change), change.kind in _OF_TENSORS) for change in found.changes]
     # Runs of different length differ everywhere: the length is what a person has to know first.
     differences.sort(key=lambda item: (item.path != "stepwell/step", not item.is_tensor))
-    record = uninterrupted.record
-    return StateComparison(record.id.step, len(record.leaves), record.nbytes, found.equal_values + values, differences)
+    whole = uninterrupted.whole
+    step, tensors = whole.record.id.step, len(whole.leaves)
+    return StateComparison(step, tensors, whole.nbytes, found.equal_values + values, differences)
 
 
 def _text(change: Change) -> str:

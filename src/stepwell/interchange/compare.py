@@ -6,12 +6,12 @@ Holds:   every byte that is compared was checked against its checksum; equal mea
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from stepwell.errors import DamagedError
 from stepwell.format import dtypes, tree
@@ -22,6 +22,8 @@ from stepwell.interchange.reading import OnBytes
 from stepwell.restore.read import FileSource, read_file
 
 _CHUNK_BYTES: Final = 1 << 20
+Known = dict[tuple[str, str], Distance]
+"""How far two leaves are apart, by their names."""
 _MOST_POSITIONS: Final = 4
 """More positions of one sequence that differ are told as a number."""
 
@@ -47,11 +49,27 @@ class Comparison:
     equal_values: int
 
 
+class Reader(Protocol):
+    """One side of a comparison: a record, its leaves by name, and their bytes."""
+
+    record: Record
+    entries: dict[str, LeafEntry]
+
+    def read(self, leaf: LeafEntry, offset: int, nbytes: int) -> bytes:
+        """Bytes [offset, offset + nbytes) of a leaf. Raises DamagedError."""
+        ...
+
+    def close(self) -> None:
+        """Close the files."""
+        ...
+
+
 class BlockReader:
     """Verified bytes of leaves on demand. Keeps the last block of each file."""
 
     def __init__(self, record: Record, directory: Path) -> None:
-        self._record = record
+        self.record = self._record = record
+        self.entries = {leaf.name: leaf for leaf in record.leaves}
         self._directory = directory
         self._sources: dict[int, FileSource] = {}
         self._blocks: dict[int, tuple[int, bytearray]] = {}
@@ -94,10 +112,16 @@ class BlockReader:
 
 def compare(a: tuple[Record, Path], b: tuple[Record, Path], on_bytes: OnBytes | None = None) -> Comparison:
     """Compare two checkpoints, each given by its record and its directory. Raises DamagedError."""
-    nodes_a, nodes_b = (dict(outline(side[0].tree).walk()) for side in (a, b))
+    with contextlib.closing(BlockReader(*a)) as left, contextlib.closing(BlockReader(*b)) as right:
+        return compare_readers(left, right, on_bytes)
+
+
+def compare_readers(a: Reader, b: Reader, on_bytes: OnBytes | None = None, known: Known | None = None) -> Comparison:
+    """Compare two sides. `known`: leaves whose bytes were compared before; new ones are added."""
+    nodes_a, nodes_b = (dict(outline(side.record.tree).walk()) for side in (a, b))
     changes: list[Change] = []
     pairs: list[tuple[tree.Path, LeafEntry, LeafEntry]] = []
-    entries_a, entries_b = ({leaf.name: leaf for leaf in side[0].leaves} for side in (a, b))
+    entries_a, entries_b = a.entries, b.entries
     ties_a, ties_b = _ties(nodes_a), _ties(nodes_b)
     equal_values = 0
     for path in [*nodes_a, *(path for path in nodes_b if path not in nodes_a)]:
@@ -122,8 +146,8 @@ def compare(a: tuple[Record, Path], b: tuple[Record, Path], on_bytes: OnBytes | 
             else:
                 changes.append(Change("value", tree.show(path), value_text(x.value), value_text(y.value)))
     changes = list(_fold(changes, nodes_a))
-    different = list(_byte_changes(pairs, a, b, on_bytes))
-    files = list(_file_changes(a[0], b[0]))
+    different = list(_byte_changes(pairs, a, b, on_bytes, {} if known is None else known))
+    files = list(_file_changes(a.record, b.record))
     return Comparison(changes + different + files, len(pairs) - len(different), equal_values)
 
 
@@ -199,30 +223,26 @@ def _fold(changes: list[Change], nodes: dict[tree.Path, Node]) -> Iterator[Chang
 
 def _byte_changes(
     pairs: list[tuple[tree.Path, LeafEntry, LeafEntry]],
-    a: tuple[Record, Path],
-    b: tuple[Record, Path],
+    a: Reader,
+    b: Reader,
     on_bytes: OnBytes | None,
+    known: Known,
 ) -> Iterator[Change]:
     """Read both sides in the order of `a`'s files. A pair of leaves that several paths share is read once."""
-    known: dict[tuple[str, str], Distance] = {}
-    with ExitStack() as stack:
-        readers = [BlockReader(*side) for side in (a, b)]
-        for reader in readers:
-            stack.callback(reader.close)
-        for path, x, y in sorted(pairs, key=lambda pair: (pair[1].file, pair[1].start)):
-            key = (x.name, y.name)
-            if key not in known:
-                known[key] = _leaf_distance(readers, x, y, on_bytes)
-            if known[key].different:
-                elements = dtypes.element_count(x.shape)
-                yield Change("bytes", tree.show(path), elements=elements, distance=known[key])
+    for path, x, y in sorted(pairs, key=lambda pair: (pair[1].file, pair[1].start)):
+        key = (x.name, y.name)
+        if key not in known:
+            known[key] = _leaf_distance(a, b, x, y, on_bytes)
+        if known[key].different:
+            elements = dtypes.element_count(x.shape)
+            yield Change("bytes", tree.show(path), elements=elements, distance=known[key])
 
 
-def _leaf_distance(readers: list[BlockReader], x: LeafEntry, y: LeafEntry, on_bytes: OnBytes | None) -> Distance:
+def _leaf_distance(a: Reader, b: Reader, x: LeafEntry, y: LeafEntry, on_bytes: OnBytes | None) -> Distance:
     found, size = Distance(), x.end - x.start
     for offset in range(0, size, _CHUNK_BYTES):
         nbytes = min(_CHUNK_BYTES, size - offset)
-        left, right = readers[0].read(x, offset, nbytes), readers[1].read(y, offset, nbytes)
+        left, right = a.read(x, offset, nbytes), b.read(y, offset, nbytes)
         found += distance(x.dtype, left, right)
         if on_bytes is not None:
             on_bytes(nbytes)

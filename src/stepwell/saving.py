@@ -50,6 +50,9 @@ class Saving:
     log: journal.EventLog
     _repeats: dict[bool, tuple[int, int]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.together.on_lost = self.outcomes.on_rank_lost
+
     def take(
         self,
         *,

@@ -2,6 +2,7 @@
 
     python examples/image_classification.py -a resnet50 --data /data/imagenet --chk-prefix runs/resnet50 --resume
     python examples/image_classification.py -a small --steps 200            without data: pictures made on the fly
+    torchrun --nproc-per-node 8 examples/image_classification.py ...        the same on 8 ranks (-b is of one rank)
 
 The flags are those of CheckFreq's example where they mean something (docs/checkfreq.md has the rest). --data is a
 folder with train/CLASS/*.jpg and val/CLASS/*.jpg. Models come from torchvision or timm, whichever knows the name;
@@ -10,14 +11,16 @@ folder with train/CLASS/*.jpg and val/CLASS/*.jpg. Models come from torchvision 
 
 import argparse
 import importlib
+import os
 import random
 import time
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import stepwell
 
@@ -46,15 +49,12 @@ def parse():
     add("--noeval", action="store_true", help="do not look at val/ after each epoch")
     add("--chk-prefix", metavar="DIR", default="runs/image_classification", help="where the checkpoints go")
     add("--chk-freq", type=int, default=0, metavar="N", help="every N steps, instead of the automatic frequency")
-    add(
-        "--chk_mode_baseline",
-        action="store_true",
-        help="at the end of each epoch; with --chk-freq: waiting for the disk",
-    )
+    add("--chk_mode_baseline", action="store_true", help="at each epoch's end; with --chk-freq: waiting for the disk")
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     args = parser.parse_args()
-    if args.dali and args.data is None:
-        parser.error("--dali reads files: give --data")
+    args.ranks, args.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if args.dali and (args.data is None or args.ranks > 1):
+        parser.error("--dali reads files, on one rank: give --data, and no torchrun")
     return args
 
 
@@ -211,6 +211,10 @@ def accuracy(model, loader, device):
 
 def main():
     args = parse()
+    if args.ranks > 1:
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        distributed.init_process_group("nccl" if args.device == "cuda" else "gloo")
     if args.deterministic:
         random.seed(1)
         torch.manual_seed(1)
@@ -227,10 +231,14 @@ def main():
     train = pictures("train", args.samples)
     val = None if args.noeval else pictures("val", max(args.batch_size, args.samples // 25))
     loading = {"batch_size": args.batch_size, "num_workers": args.workers, "pin_memory": args.device != "cpu"}
-    loader = Dali(Path(args.data, "train"), args) if args.dali else DataLoader(train, shuffle=True, **loading)
+    each = {"shuffle": True} if args.ranks == 1 else {"sampler": DistributedSampler(train)}
+    loader = Dali(Path(args.data, "train"), args) if args.dali else DataLoader(train, **each, **loading)
 
     model = make_model(args.arch, args.classes if args.data is None else len(train.classes)).to(args.device)
-    rate = args.lr * args.batch_size / 256
+    if args.ranks > 1:  # equal bits need buckets that stay as they are from the first step on: docs/ranks.md
+        model = DistributedDataParallel(model, find_unused_parameters=args.deterministic)
+        torch.manual_seed(args.rank + 1)  # from here on each rank draws for itself
+    rate = args.lr * args.batch_size * args.ranks / 256
     optimizer = torch.optim.SGD(model.parameters(), rate, momentum=args.momentum, weight_decay=args.weight_decay)
     epoch_steps = len(loader)
     schedule = torch.optim.lr_scheduler.LambdaLR(  # five epochs of warm-up, then a tenth after each thirty
@@ -266,19 +274,22 @@ def main():
                 ckpt.save().wait()
             if args.dali:
                 ckpt.step()
-            if number % args.print_freq == 0:
-                speed = number * args.batch_size / (time.monotonic() - started)
+            if number % args.print_freq == 0 and args.rank == 0:
+                speed = number * args.batch_size * args.ranks / (time.monotonic() - started)
                 print(
                     f"epoch {epoch + 1}, step {schedule.last_epoch}: loss {loss:.4f}, {speed:.0f} pictures/s",
                     flush=True,
                 )
-        if val is not None:
-            right = accuracy(model, DataLoader(val, **loading), args.device)
+        if val is not None and args.rank == 0:
+            right = accuracy(getattr(model, "module", model), DataLoader(val, **loading), args.device)
             print(f"epoch {epoch + 1}: {right:.1%} of the pictures in val are found", flush=True)
         if args.steps and schedule.last_epoch >= args.steps:
             break
     ckpt.close()
-    print(f"done: step {schedule.last_epoch}, checkpoints in {args.chk_prefix}")
+    if args.rank == 0:
+        print(f"done: step {schedule.last_epoch}, checkpoints in {args.chk_prefix}")
+    if args.ranks > 1:
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@
 #   ./run_image_classification.sh DATA OUTPUT THREADS [more flags for image_classification.py]
 #
 # DATA: a folder with train/ and val/, or `-` for pictures made on the fly. OUTPUT: a new folder. THREADS: processes that
-# read pictures. ARCH and PYTHON choose another network (vgg16) and interpreter. Needs no rights beyond reading and
-# writing these folders.
+# read pictures. ARCH and PYTHON choose another network (vgg16) and interpreter, RANKS=8 trains on that many ranks with
+# torchrun. Needs no rights beyond reading and writing these folders.
 set -euo pipefail
 if (($# < 3)); then
   sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
@@ -18,6 +18,10 @@ data=$1 output=$2 threads=$3
 shift 3
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python}
+start=("$python")
+if ((${RANKS:-1} > 1)); then
+  start+=(-m torch.distributed.run --standalone --nproc-per-node "$RANKS")
+fi
 if [[ -e $output/automatic ]]; then
   echo "$output/automatic exists: give a new folder, or remove it" >&2
   exit 2
@@ -31,7 +35,7 @@ train() { # name, then the flags of this run only
   shift
   echo "== $name"
   local from=$SECONDS
-  "$python" "$here/image_classification.py" "${flags[@]}" --chk-prefix "$output/$name" "$@" 2>&1 | tee "$output/$name.log"
+  "${start[@]}" "$here/image_classification.py" "${flags[@]}" --chk-prefix "$output/$name" "$@" 2>&1 | tee "$output/$name.log"
   echo "== $name: $((SECONDS - from)) s" | tee -a "$output/$name.log"
 }
 

@@ -46,6 +46,10 @@ class Outcomes:
             self.uploads.fail(inflight.sequence, PersistError(reason, step=inflight.step))
             self.is_due_again = True
 
+    def on_rank_lost(self, rank: int) -> None:
+        """The line's thread: nobody is to wait for parts that may never come. What is whole is committed anyway."""
+        self.uploads.fail_all(PersistError(f"rank {rank} is gone, and all ranks have to begin again", rank=rank))
+
     def on_agent(self, message: Message) -> None:
         """Listening thread: the agent tells what became of a snapshot."""
         assert self._snapshotter is not None

@@ -52,6 +52,9 @@ class Saving:
     _last: SaveHandle | None = None
     """Of the last save that all ranks took by themselves, if this one did."""
 
+    def __post_init__(self) -> None:
+        self.together.on_lost = self.outcomes.on_rank_lost
+
     def take(
         self,
         *,

@@ -50,6 +50,7 @@ class Together:
         on_leave: Callable[[], object],
     ) -> None:
         self.log: journal.EventLog | None = None
+        self.on_lost: Callable[[int], None] = lambda rank: None
         self._on_late, self._on_costs, self._on_leave = on_late, on_costs, on_leave
         self.group: Group = choose_group()
         self._is_open = False
@@ -225,6 +226,7 @@ class Together:
             self._lost.append(rank)
             self._changed.notify_all()
         self._emit(RankLost(rank=rank))
+        self.on_lost(rank)
 
 
 def _sharing(verdict: Sequence[Shares], claims: dict[str, Claim]) -> Sharing:

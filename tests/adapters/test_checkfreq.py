@@ -70,7 +70,7 @@ def test_options_without_effect_are_said(run_dir: Path) -> None:
 
 
 def test_options_that_cannot_work_are_refused(run_dir: Path) -> None:
-    with pytest.raises(stepwell.ConfigError, match=r"worker_id=1.*one process"):
+    with pytest.raises(stepwell.ConfigError, match=r"worker_id=1.*rank 0 of 1"):
         CFIterator([1, 2], worker_id=1)
     with pytest.raises(stepwell.ConfigError, match="without cf_manager="):
         CFIterator([1, 2], chk_freq=3)

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text()
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 def named_tests(text: str) -> list[str]:
@@ -26,8 +27,16 @@ def missing(name: str) -> str | None:
     return None
 
 
-def test_every_named_test_exists() -> None:
-    assert [problem for name in named_tests(GUARANTEES) if (problem := missing(name))] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_named_test_exists(page: Path) -> None:
+    assert [problem for name in named_tests(page.read_text()) if (problem := missing(name))] == []
+
+
+def test_every_framework_names_a_test_or_is_untested() -> None:
+    text = (ROOT / "docs" / "ranks.md").read_text().partition("## What works under which framework")[2]
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 11
+    assert [row for row in rows if "tests/" not in row and "untested" not in row] == []
 
 
 def test_every_promise_names_a_test() -> None:

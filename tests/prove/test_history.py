@@ -15,6 +15,7 @@ from stepwell.prove.history import (
     find_resume,
     largest_interval,
     seconds_per_step,
+    starts,
     voided,
 )
 
@@ -47,6 +48,10 @@ def test_a_resume_is_the_first_start_and_the_restore_before_it() -> None:
     )
     assert find_resume([line("fresh"), line("start", lineage=2, step=0)]) == Resume(2, 0, None, None)
     assert find_resume([restore]) is None
+    again = [restore, start, line("fresh"), line("start", lineage=3, step=0)]
+    assert find_resume(again, after=2) == Resume(3, 0, None, None)
+    assert find_resume(again, after=3) is None
+    assert starts(again) == {2: 20, 3: 0}
 
 
 def test_only_commits_past_step_0_count() -> None:

@@ -7,7 +7,23 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.prove.moments import VICTIMS, choose_moments
+from stepwell.prove.moments import MANY, VICTIMS, choose_moments
+
+
+@given(count=st.integers(1, 12), ranks=st.integers(2, 9), seed=st.integers(0, 2**31))
+def test_moments_of_many_ranks(count: int, ranks: int, seed: int) -> None:
+    chance = random.Random(seed)
+    moments = choose_moments(count, first=5, last=90, iteration_seconds=0.1, generator=chance, world_size=ranks)
+    assert len(moments) == count
+    for victim in MANY:
+        assert sum(moment.victim == victim for moment in moments) >= min(2, count // 3)
+    assert any(moment.ends_the_attempt for moment in moments), "or nothing would be resumed"
+    assert all(0 <= moment.rank < ranks for moment in moments)
+    assert {moment.label for moment in moments} <= {
+        "everything",
+        *(f"rank {rank}" for rank in range(ranks)),
+        *(f"agent of rank {rank}" for rank in range(ranks)),
+    }
 
 
 @given(

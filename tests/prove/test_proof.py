@@ -46,6 +46,17 @@ def test_a_restart_that_shows_nothing_is_inconclusive(change: dict[str, object],
     assert doubt in proof.doubts[0]
 
 
+def test_an_agent_that_was_killed_needs_no_restart() -> None:
+    went_on = replace(KILL, number=2, victim="agent of rank 1", resumed=None, source=None, is_restart=False)
+    assert replace(GOOD, asked=2, ranks=2, kills=[KILL, went_on]).verdict == "identical"
+
+
+def test_what_was_set_for_many_ranks_is_said() -> None:
+    assert replace(GOOD, set_for_it=["A=1"]).notes == []
+    (note,) = replace(GOOD, ranks=2, set_for_it=["A=1"]).notes
+    assert note.startswith("A=1 was set for the command")
+
+
 def test_two_intervals_may_be_redone() -> None:
     assert replace(GOOD, kills=[replace(KILL, step=40)]).verdict == "identical"
 
@@ -128,6 +139,6 @@ def test_a_script_that_fails_after_a_kill_failed_and_before_one_shows_nothing() 
 def test_the_document_says_it_all() -> None:
     document = as_document(replace(GOOD, states=with_differences("model/w")))
     assert document["verdict"] == "different"
-    assert document["first_difference"] == {"path": "model/w", "text": "differs", "is_tensor": True}
+    assert document["first_difference"] == {"path": "model/w", "text": "differs", "is_tensor": True, "rank": 0}
     assert document["kills"][0]["redone"] == 5
     assert as_document(Proof(asked=1, seed=0))["compared"] is None

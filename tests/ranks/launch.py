@@ -123,11 +123,15 @@ class Job(Run):
         ranks = []
         for rank in range(world):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **env, **(each or {}).get(rank, {})}
-            command = [self.script, self.where, *self.arguments, *arguments]
+            command = self.command(*self.arguments, *arguments)
             ranks.append(self._fork(command, self.env | shared | own, self.folder / f"log.{number}.{rank}"))
         self.launches.append(Launch(number, ranks, store))
         self.world = world
         return self.launches[-1]
+
+    def command(self, *arguments: object) -> list[object]:
+        """What a rank runs."""
+        return [self.script, self.where, *arguments]
 
     def _fork(self, command: list[object], env: Mapping[str, str], log: Path) -> Trainer:
         request = {"start": [str(part) for part in command], "env": dict(env), "log": str(log), "namespace": 0}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,9 +23,11 @@ from torch.utils.data import DataLoader
 
 import stepwell
 from stepwell.adapters.generators import Generators
+from stepwell.adapters.world import agree_on, this_rank
 from stepwell.data.choose import make_source
 from stepwell.data.cursor import Cursor
 from stepwell.data.source import LoaderSource, SequenceSource
+from stepwell.events import Event
 
 if TYPE_CHECKING:
     from stepwell.adapters.checkfreq import CFManager
@@ -68,7 +71,7 @@ class CFIterator:
         dynamic:      has no effect: the automatic frequency always follows what it measures
         persist:      False has no effect: everything is synced to the disk
         dali, arch:   have no effect: what the loader is can be seen, and no profile is kept in the working directory
-        worker_id:    has to be 0: this version checkpoints one process
+        worker_id:    0, or the (local) rank of this process: every rank has its part in each checkpoint
         """
         _check(dataloader, worker_id, chk_freq, cf_manager, persist)
         self._dataloader, self._manager = dataloader, cf_manager
@@ -79,7 +82,7 @@ class CFIterator:
         self._since_save = 0
         self._exit = False
         self.frequency, self.overhead = chk_freq, max_overhead / 100
-        samples = steps_this_epoch * self._batch_size
+        samples = steps_this_epoch * self._batch_size * getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
         self._at = _At(epoch, steps_this_epoch, samples, epoch * (self._batches_of_epoch() or 0) + steps_this_epoch)
         self._restored: _At | None = None
         self._used, self._used_step = self._at, 0
@@ -160,8 +163,8 @@ class CFIterator:
         """The one place that turns a loader into something that begins anywhere."""
         if self._source is None:
             known = None if self._manager is None else self._manager.seed
-            seed = torch.initial_seed() if known is None else known
-            source = make_source(self._dataloader, seed)
+            seed = agree_on(torch.initial_seed(), "checkfreq/seed") if known is None else known
+            source = make_source(self._dataloader, seed, emit=_warn, owner=this_rank())
             if not isinstance(source, LoaderSource | SequenceSource):
                 raise stepwell.DataError(
                     f"CFIterator: a {type(self._dataloader).__qualname__} keeps its own position, which CheckFreq's "
@@ -318,14 +321,21 @@ class CFIterator:
 def _check(dataloader: Any, worker_id: int, chk_freq: int, manager: Any, persist: bool) -> None:
     if not isinstance(dataloader, Iterable):
         raise stepwell.ConfigError(f"CFIterator: a {type(dataloader).__qualname__} is not iterable")
-    if worker_id != 0:
+    owner, local = this_rank(), os.environ.get("LOCAL_RANK", "0")
+    if worker_id != 0 and (owner.is_alone or str(worker_id) not in (str(owner.rank), local)):
         raise stepwell.ConfigError(
-            f"CFIterator(worker_id={worker_id}): this version checkpoints one process; run one", found=worker_id
+            f"CFIterator(worker_id={worker_id}): this process is rank {owner.rank} of {owner.world_size}; call "
+            "torch.distributed.init_process_group() first, and give its local rank or leave worker_id out",
+            found=worker_id,
         )
     if chk_freq > 0 and manager is None:
         raise stepwell.ConfigError(f"CFIterator(chk_freq={chk_freq}): without cf_manager= nothing can be saved")
     if not persist:
         warnings.warn("persist=False has no effect: every checkpoint is synced to the disk", stacklevel=3)
+
+
+def _warn(event: Event) -> None:
+    warnings.warn(event.text(), stacklevel=5)
 
 
 def _batch_size(dataloader: Any, bs: int) -> int:

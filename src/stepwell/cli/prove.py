@@ -53,6 +53,9 @@ def prove(
 
     COMMAND trains with stepwell and is given after `--`:  stepwell prove --kills 5 -- python train.py
 
+    Of many ranks (stepwell prove -- torchrun --nproc-per-node 4 train.py) a kill takes one rank, one agent, or
+    everything with the launcher; all ranks' states and logged values are compared.
+
     \b
     Exit code 0: identical. 1: different, unguarded, or the script failed after a kill.
     3: inconclusive, because a restart did not resume from a checkpoint, or kills could not be placed.
@@ -132,9 +135,10 @@ def print_kills(kills: Sequence[Kill]) -> None:
         return
     rows = []
     for kill in kills:
-        resumed = (
-            ("-", "-", "-") if kill.resumed is None else (str(kill.resumed), kill.source or "fresh", _redone(kill))
-        )
+        if kill.resumed is None:
+            resumed = ("-", "-" if kill.is_restart else "went on", "-")
+        else:
+            resumed = (str(kill.resumed), kill.source or "fresh", _redone(kill))
         rows.append((str(kill.number), str(kill.step), kill.victim, *resumed))
     print_table(_COLUMNS, rows)
     click.echo()
@@ -164,10 +168,12 @@ def _headline(proof: Proof) -> str:
     if proof.verdict == "identical":
         states, logs = proof.states, proof.logs
         assert states is not None and logs is not None
+        ranks = f" of {proof.ranks} ranks" if proof.ranks > 1 else ""
         logged = f", {count(logs.values, 'logged value')} of {count(logs.steps, 'step')}" if logs.values else ""
         return (
-            f"after {count(len(proof.kills), 'kill')} all {count(states.tensors, 'tensor')} ({size(states.nbytes)}), "
-            f"{count(states.values, 'plain value')}{logged} equal the uninterrupted run's, bit for bit"
+            f"after {count(len(proof.kills), 'kill')}{ranks} all {count(states.tensors, 'tensor')} "
+            f"({size(states.nbytes)}), {count(states.values, 'plain value')}{logged} equal the uninterrupted run's, "
+            "bit for bit"
         )
     if proof.verdict == "unguarded" and (void := proof.unguarded) is not None:
         return (

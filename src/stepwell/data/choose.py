@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from stepwell import events
+from stepwell.data.events import SameSamples
 from stepwell.data.loader import DataLoader as OurLoader
 from stepwell.data.replay import ReplaySource
-from stepwell.data.sampler import epoch_seed
+from stepwell.data.sampler import epoch_seed, layers
 from stepwell.data.source import HOW, LoaderSource, SequenceSource, Source, rebuilt
 from stepwell.data.stateful import IterableSource, StatefulSource, has_state
 from stepwell.errors import DataError
@@ -36,6 +37,8 @@ def make_source(
         return StatefulSource(data, data, getattr(data, "exactness", "order"))
     if is_torch and type(data).__iter__ is DataLoader.__iter__:
         if not isinstance(data.dataset, IterableDataset):
+            if owner.rank == 0 and owner.world_size > 1 and _is_shuffled_alone(data):
+                emit(SameSamples(ranks=owner.world_size))
             return LoaderSource(data, seed)
         if has_state(data.dataset) and not data.num_workers:
             return IterableSource(data, seed)
@@ -45,6 +48,12 @@ def make_source(
     if on_unseekable != "replay" or not _starts_anew(data):
         raise DataError(f"{problem}. {HOW}", found=type(data).__qualname__)
     return _replayed(data, seed, emit)
+
+
+def _is_shuffled_alone(data: DataLoader[Any]) -> bool:
+    """Whether it shuffles as if there were no other ranks. Other samplers may know of them."""
+    given = data.sampler if data.batch_sampler is None else data.batch_sampler
+    return type(layers(given)[-1]) is RandomSampler
 
 
 def _problem(data: Any) -> str:

@@ -25,6 +25,10 @@ _MARK: Final = "STEPWELL_PROVE"
 _EXIT_SECONDS: Final = 30.0
 _TAIL_LINES: Final = 25
 _TAIL_BYTES: Final = 64 << 10
+OWN_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Set to 1 for torchrun: else the ranks that it starts again share the store of the dead, find their addresses there,
+and cannot connect (torch 2.13, gloo and NCCL).
+"""
 
 
 class Command:
@@ -66,6 +70,7 @@ class Command:
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "PYTHONUNBUFFERED": "1",
             "STEPWELL_VERIFY": "1",
+            OWN_STORE: "1",
             **os.environ,
             "STEPWELL_WHERE": str(self._where),
             "STEPWELL_SEED": str(self._seed),
@@ -83,7 +88,13 @@ class Command:
         The others are what a dead node takes with it: loader workers, and wrappers that would start it again. An agent
         that the trainer had started as a replacement within these microseconds goes with them, unless it is spared.
         """
-        assert self._process is not None
+        if not self.strike(pids):
+            return False
+        self.finish(spare=spare)
+        return True
+
+    def strike(self, pids: Sequence[int]) -> bool:
+        """SIGKILL these processes in this order, and no other. False: one of them was gone, and nothing was done."""
         with contextlib.ExitStack() as stack:
             handles = [handle for pid in pids if (handle := self._open(pid, stack)) is not None]
             if len(handles) < len(pids):
@@ -92,9 +103,13 @@ class Command:
                 _signal(handle)
             for handle in handles:
                 _await_end(handle)
+        return True
+
+    def finish(self, *, spare: Collection[int]) -> None:
+        """End what is left of this attempt but `spare`, so that the next one can be started."""
+        assert self._process is not None
         self.end_all(spare=spare)
         self._process.wait(_EXIT_SECONDS)
-        return True
 
     def end_all(self, *, spare: Collection[int] = ()) -> None:
         """SIGKILL every process of the command and wait until all are gone."""

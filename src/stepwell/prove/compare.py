@@ -71,7 +71,10 @@ def last_checkpoint(root: Path) -> LastCheckpoint:
 
 
 def why_not_comparable(uninterrupted: LastCheckpoint, killed: LastCheckpoint, *, same_length: bool) -> str | None:
-    """Both runs did equally many steps and yet ended with checkpoints of different ones: nobody saved the end."""
+    """Why the ends cannot be compared: other ranks, or (after equally many steps) nobody saved the end."""
+    worlds = len(uninterrupted.whole.parts), len(killed.whole.parts)
+    if worlds[0] != worlds[1]:
+        return f"the run ended on {worlds[0]} ranks uninterrupted and on {worlds[1]} killed"
     one, two = uninterrupted.record.id.step, killed.record.id.step
     if one == two or not same_length:
         return None

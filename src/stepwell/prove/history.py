@@ -58,17 +58,24 @@ class Resume:
     directory: str | None
 
 
-def find_resume(lines: Iterable[EventLine]) -> Resume | None:
-    """The first start in the lines of one attempt, with the restore that led to it. None: it never got so far."""
+def find_resume(lines: Iterable[EventLine], *, after: int = 0) -> Resume | None:
+    """The first start of a lineage beyond `after`, with the restore that led to it. None: it never got so far."""
     restored: EventLine | None = None
     for event in lines:
         if event["kind"] == "restore":
             restored = event
+        elif event["kind"] == "fresh" or (event["kind"] == "start" and event["lineage"] <= after):
+            restored = None
         elif event["kind"] == "start":
             if restored is None:
                 return Resume(event["lineage"], event["step"], None, None)
             return Resume(event["lineage"], event["step"], restored["source"], restored["directory"])
     return None
+
+
+def starts(lines: Iterable[EventLine]) -> dict[int, int]:
+    """Lineage -> step at which it began."""
+    return {event["lineage"]: event["step"] for event in lines if event["kind"] == "start"}
 
 
 def committed(lines: Iterable[EventLine]) -> dict[str, int]:

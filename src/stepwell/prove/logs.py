@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from stepwell.prove.history import EventLine
@@ -78,6 +78,32 @@ def compare_logs(
         lost=len(lost),
         first=min(differences, key=lambda item: (item.step, item.lineage or 0), default=None),
         names={name: len(steps) for name, steps in sorted(names.items())},
+    )
+
+
+def compare_ranks(
+    uninterrupted: Sequence[Iterable[EventLine]],
+    killed: Sequence[Iterable[EventLine]],
+    *,
+    resumed: Mapping[int, int],
+    ignore: Collection[str] = (),
+) -> LogComparison:
+    """Compare the logged values of all ranks, each with its own: a killed rank's last words are lost with it alone."""
+    pairs = zip(uninterrupted, killed, strict=True)
+    found = [compare_logs(*pair, resumed=resumed, ignore=ignore) for pair in pairs]
+    firsts = [(rank, each.first) for rank, each in enumerate(found) if each.first is not None]
+    rank, first = min(firsts, key=lambda item: item[1].step, default=(0, None))
+    names: dict[str, int] = defaultdict(int)
+    for each in found:
+        for name, steps in each.names.items():
+            names[name] = max(names[name], steps)
+    return LogComparison(
+        steps=max(each.steps for each in found),
+        values=sum(each.values for each in found),
+        repeated=sum(each.repeated for each in found),
+        lost=sum(each.lost for each in found),
+        first=first if first is None or not rank else replace(first, name=f"{first.name} (rank {rank})"),
+        names=dict(names),
     )
 
 

@@ -19,7 +19,6 @@ from typing import Any, Final, Literal
 
 from stepwell.prove.compare import Difference, StateComparison
 from stepwell.prove.logs import LogComparison
-from stepwell.prove.moments import Victim
 
 Verdict = Literal["identical", "different", "failed", "unguarded", "inconclusive"]
 EXIT_CODES: Final[dict[Verdict, int]] = {"identical": 0, "different": 1, "failed": 1, "unguarded": 1, "inconclusive": 3}
@@ -37,15 +36,17 @@ class Kill:
     """One kill and the restart after it. `time` in seconds since the epoch; `source` None: the restart began fresh.
 
     `was_committed`: the checkpoint it resumed from exists, or existed until retention removed it.
+    `is_restart`: the run had to begin again; False for an agent, without which it goes on.
     """
 
     number: int
     time: float
     step: int
-    victim: Victim
+    victim: str
     resumed: int | None = None
     source: str | None = None
     was_committed: bool = False
+    is_restart: bool = True
 
     @property
     def redone(self) -> int | None:
@@ -89,6 +90,8 @@ class Proof:
     obstacle: str | None = None
     ignored: Sequence[str] = ()
     lineage_steps: dict[int, int] = field(default_factory=dict)
+    ranks: int = 1
+    set_for_it: Sequence[str] = ()
 
     @property
     def differences(self) -> list[Difference]:
@@ -138,6 +141,8 @@ class Proof:
         return found
 
     def _doubt(self, kill: Kill) -> str | None:
+        if not kill.is_restart:
+            return None  # had training not gone on, the script would have failed
         if kill.resumed is None:
             return "the script was not seen to start again"
         if kill.source is None:
@@ -156,6 +161,11 @@ class Proof:
     def notes(self) -> list[str]:
         """What a person should know beside the verdict."""
         found = []
+        if self.set_for_it and self.ranks > 1:
+            found.append(
+                f"{', '.join(self.set_for_it)} was set for the command: without it ranks that torchrun starts again "
+                "cannot connect; set it in your own jobs too"
+            )
         if self.verdict == "identical" and self.unseeded:
             names = " and ".join(f"{name}'s" for name in self.unseeded)
             seeds = ", ".join(_SEEDING[name] for name in self.unseeded)
@@ -214,6 +224,9 @@ class Proof:
         if self._parts_before_any_kill:
             return [unseeded, workers, kernels]
         ordered = [untracked, unseeded, workers, guards, kernels]
+        if self.ranks > 2:
+            buckets = "DDP lays its buckets out anew after a start's first step: find_unused_parameters=True stops that"
+            ordered.insert(0, buckets)
         if self.voids:  # somebody was seen doing it
             ordered.sort(key=lambda cause: cause is not guards)
         return ordered
@@ -228,6 +241,7 @@ def as_document(proof: Proof) -> dict[str, Any]:
         "kills_asked": proof.asked,
         "seed": proof.seed,
         "steps": proof.steps,
+        "ranks": proof.ranks,
         "interval": proof.interval,
         "kills": [{**asdict(kill), "redone": kill.redone} for kill in proof.kills],
         "doubts": proof.doubts,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import shutil
 import time
@@ -24,16 +25,19 @@ from typing import Final, Protocol
 
 from stepwell.errors import ConfigError, StepwellError
 from stepwell.prove import history
-from stepwell.prove.command import Command
+from stepwell.prove.command import OWN_STORE, Command
 from stepwell.prove.compare import compare_states, last_checkpoint, why_not_comparable
-from stepwell.prove.logs import compare_logs
+from stepwell.prove.logs import compare_ranks
 from stepwell.prove.moments import Moment, choose_moments
 from stepwell.prove.proof import Failure, Kill, Proof, Void
+from stepwell.prove.ranks import Processes, count_ranks, find_agents, find_processes, read_all
 from stepwell.store.paths import RunPaths
-from stepwell.store.progress import Progress, read_progress
+from stepwell.store.progress import read_progress
 
 _POLL_SECONDS: Final = 0.002
 _TAIL_SECONDS: Final = 0.05
+_NOTICE_SECONDS: Final = 300.0
+"""After the death of one rank the others end, or are ended and started again by their launcher."""
 _MARGIN_SECONDS: Final = 0.2  # the last kill keeps this distance from the end, lest the run be over first
 
 
@@ -73,24 +77,25 @@ class Trial:
             failure = uninterrupted.run([])
         if failure is not None:
             return replace(proof, failure=failure, obstacle="the script fails by itself, without any kill")
-        steps = uninterrupted.step
-        proof = replace(proof, steps=steps, voids=uninterrupted.voids())
+        steps, ranks = uninterrupted.step, count_ranks(self.out / "reference")
+        unset = [] if OWN_STORE in os.environ else [f"{OWN_STORE}=1"]
+        proof = replace(proof, steps=steps, ranks=ranks, set_for_it=unset, voids=uninterrupted.voids(ranks))
         first = min(history.committed(uninterrupted.tail.lines).values(), default=None)
         if (obstacle := _why_no_kill(self.out, steps, first)) is not None or first is None:
             return replace(proof, obstacle=obstacle)
-        self.listener.said(f"uninterrupted: {steps} steps, {uninterrupted.seconds:.1f} s")
-        killed = _Watch(self, "killed")
+        on_ranks = f" on {ranks} ranks" if ranks > 1 else ""
+        self.listener.said(f"uninterrupted: {steps} steps{on_ranks}, {uninterrupted.seconds:.1f} s")
+        killed = _Watch(self, "killed", ranks)
         with killed.command:
-            failure = killed.run(self._moments(uninterrupted, first, steps), total=steps)
+            failure = killed.run(self._moments(uninterrupted, first, steps, ranks), total=steps)
         return self._conclude(proof, uninterrupted, killed, failure)
 
-    def _moments(self, uninterrupted: _Watch, first: int, steps: int) -> list[Moment]:
+    def _moments(self, uninterrupted: _Watch, first: int, steps: int, ranks: int) -> list[Moment]:
         seconds = history.seconds_per_step(uninterrupted.tail.lines)
         margin = max(2, min(math.ceil(_MARGIN_SECONDS / max(seconds, 1e-6)), (steps - first) // 4))
         generator = random.Random(self.seed)
-        return choose_moments(
-            self.kills, first=first + 1, last=steps - margin, iteration_seconds=seconds, generator=generator
-        )
+        span = {"first": first + 1, "last": steps - margin}
+        return choose_moments(self.kills, **span, iteration_seconds=seconds, generator=generator, world_size=ranks)
 
     def _conclude(self, proof: Proof, uninterrupted: _Watch, killed: _Watch, failure: Failure | None) -> Proof:
         lines = uninterrupted.tail.lines, killed.tail.lines
@@ -98,15 +103,17 @@ class Trial:
             proof,
             kills=killed.with_resumes(),
             interval=max(map(history.largest_interval, lines)),
-            voids=[*uninterrupted.voids(), *killed.voids()],
-            lineage_steps={resume.lineage: resume.step for resume in killed.resumes},
+            voids=[*uninterrupted.voids(proof.ranks), *killed.voids(proof.ranks)],
+            lineage_steps=history.starts(killed.tail.lines),
         )
         if failure is not None:
             why = (
                 None if killed.kills else "the script failed before the first kill, although it had run through before"
             )
             return replace(proof, failure=failure, obstacle=why)
-        proof = replace(proof, logs=compare_logs(*lines, resumed=proof.lineage_steps, ignore=self.ignore))
+        logged = [read_all(self.out / name, proof.ranks) for name in ("reference", "killed")]
+        logs = compare_ranks(*logged, resumed=proof.lineage_steps, ignore=self.ignore)
+        proof = replace(proof, logs=logs)
         try:
             one, two = last_checkpoint(self.out / "reference"), last_checkpoint(self.out / "killed")
             obstacle = why_not_comparable(one, two, same_length=uninterrupted.step == killed.step)
@@ -144,17 +151,19 @@ def _why_no_kill(out: Path, steps: int, first: int | None) -> str | None:
 class _Watch:
     """One run of the script, with as many restarts as there are kills."""
 
-    def __init__(self, trial: Trial, name: str) -> None:
+    def __init__(self, trial: Trial, name: str, ranks: int = 1) -> None:
         where = trial.out.absolute() / name
         self._name = name
         self._listener = trial.listener
         self._paths = RunPaths(where)
-        self._lineage = 0
-        self._seen = 0  # lines of the event file that belong to earlier attempts
+        self._ranks = ranks
+        self._lineage = 0  # of the last attempt that was killed
+        self._attempts = 1
         self.command = Command(trial.words, where=where, output=trial.out / f"{name}.log", seed=trial.seed)
         self.tail = history.EventTail(self._paths.events)
         self.kills: list[Kill] = []
-        self.resumes: list[history.Resume] = []
+        self.resumes: list[history.Resume] = []  # of each attempt
+        self._followed: dict[int, int] = {}  # number of a kill -> the attempt after it
         self.step = 0
         self.seconds = 0.0
 
@@ -162,15 +171,17 @@ class _Watch:
         """Start, kill and start again until it ends by itself. Returns its failure, if it failed."""
         began = time.monotonic()
         self._listener.began(self._name, total)
+        is_running = False
         for moment in [*moments, None]:
-            self.tail.read()
-            self._seen = len(self.tail.lines)
-            self.command.start()
+            if not is_running:
+                self.command.start()
             status = self._attend(moment)
             if status is not None:
                 self._read_tail()
                 self.seconds = time.monotonic() - began
                 return None if status == 0 else Failure(self._name, len(self.kills), status, self.command.last_lines())
+            assert moment is not None
+            is_running = not moment.ends_the_attempt or (moment.victim == "rank" and self._is_started_again())
         raise AssertionError("an attempt without a kill ends by itself")
 
     def _attend(self, moment: Moment | None) -> int | None:
@@ -179,7 +190,7 @@ class _Watch:
         while (status := self.command.poll()) is None:
             progress = read_progress(self._paths.progress)
             if progress is not None and progress.lineage > self._lineage:
-                self._reach(progress)
+                self._reach(progress.step)
                 if moment is not None and progress.step >= moment.step and self._kill(moment):
                     return None
             if time.monotonic() >= next_tail:
@@ -187,49 +198,78 @@ class _Watch:
                 self._read_tail()
             time.sleep(_POLL_SECONDS if moment is not None else _TAIL_SECONDS)
         if (progress := read_progress(self._paths.progress)) is not None:
-            self._reach(progress)
+            self._reach(progress.step)
         return status
 
-    def _reach(self, progress: Progress) -> None:
-        self.step = progress.step
-        self._listener.reached(progress.step)
+    def _reach(self, step: int) -> None:
+        self.step = step
+        self._listener.reached(step)
 
     def _read_tail(self) -> None:
         """Follow the events, and say so once the attempt has resumed."""
         self.tail.read()
-        if len(self.resumes) > len(self.kills):
+        if len(self.resumes) >= self._attempts:
             return
-        resume = history.find_resume(self.tail.lines[self._seen :])
+        resume = history.find_resume(self.tail.lines, after=self._lineage)
         if resume is not None:
             self.resumes.append(resume)
-            if self.kills:
+            if self._attempts > 1:
                 how = "began fresh" if resume.source is None else f"resumed at step {resume.step} from {resume.source}"
                 self._listener.said(f"  {how}")
 
     def _kill(self, moment: Moment) -> bool:
         """Kill now, unless there is nothing to resume from yet, or the run is over. Both are seen again soon."""
         self._read_tail()
-        if not history.committed(self.tail.lines) or len(self.resumes) <= len(self.kills):
+        if not history.committed(self.tail.lines) or len(self.resumes) < self._attempts:
             return False
         time.sleep(moment.delay_seconds)
-        progress = read_progress(self._paths.progress)
-        if progress is None:
-            return False
-        is_both = moment.victim == "trainer and agent"
-        pids = [progress.agent_pid, progress.pid] if is_both else [progress.pid]
+        before = self._processes()
         killed_at = time.time()
-        if not self.command.kill(pids, spare=[] if is_both else [progress.agent_pid]):
+        if before is None or not self._strike(moment, before):
             return False
-        last = read_progress(self._paths.progress) or progress
-        self._lineage = last.lineage
-        self.kills.append(Kill(len(self.kills) + 1, killed_at, last.step, moment.victim))
-        self._listener.said(f"kill {len(self.kills)}: {moment.victim}, at step {last.step}")
+        last = self._processes() or before
+        number = len(self.kills) + 1
+        if moment.ends_the_attempt:
+            self._lineage = before.lineage
+            self._followed[number] = self._attempts
+            self._attempts += 1
+        self.kills.append(Kill(number, killed_at, last.step, moment.label, is_restart=moment.ends_the_attempt))
+        self._listener.said(f"kill {number}: {moment.label}, at step {last.step}")
         return True
+
+    def _processes(self) -> Processes | None:
+        return find_processes(self._paths.root, self._ranks, after=self._lineage)
+
+    def _strike(self, moment: Moment, found: Processes) -> bool:
+        """Kill whom the moment names. False: somebody was gone already."""
+        if moment.victim in ("rank", "agent"):
+            one = found.ranks[moment.rank]
+            return self.command.strike([one.pid if moment.victim == "rank" else one.agent_pid])
+        if moment.victim == "trainer":
+            return self.command.kill(found.trainers, spare=found.agents)
+        return self.command.kill([*found.agents, *found.trainers], spare=[])
+
+    def _is_started_again(self) -> bool:
+        """One rank is dead. Wait until its launcher has started all again (True), or everything has ended."""
+        agents = find_agents(self._paths.root, self._ranks)
+        deadline = time.monotonic() + _NOTICE_SECONDS
+        while self.command.poll() is None:
+            if self._processes() is not None:
+                self._listener.said("  its launcher started all ranks again")
+                return True
+            if time.monotonic() > deadline:
+                self._listener.said(f"  nobody noticed within {_NOTICE_SECONDS:.0f} s: the others are ended")
+                break
+            time.sleep(_TAIL_SECONDS)
+        self.command.finish(spare=agents | find_agents(self._paths.root, self._ranks))
+        return False
 
     def with_resumes(self) -> list[Kill]:
         """The kills, each with the restart that followed it."""
         committed = history.committed(self.tail.lines)
-        resumes = {number: resume for number, resume in enumerate(self.resumes) if number}
+        resumes = {
+            number: self.resumes[attempt] for number, attempt in self._followed.items() if attempt < len(self.resumes)
+        }
         return [
             replace(
                 kill,
@@ -242,9 +282,10 @@ class _Watch:
             for kill in self.kills
         ]
 
-    def voids(self) -> list[Void]:
-        """Snapshots that this run threw away."""
+    def voids(self, ranks: int) -> list[Void]:
+        """Snapshots that the ranks of this run threw away."""
         return [
             Void(self._name, event["step"], event["leaf"], event["seen_by"])
-            for event in history.voided(self.tail.lines)
+            for lines in read_all(self._paths.root, ranks)
+            for event in history.voided(lines)
         ]

@@ -28,6 +28,7 @@ _ORANGE: Final = "#e69f00"
 _GREEN: Final = "#009e73"
 _RED: Final = "#d55e00"
 _PURPLE: Final = "#cc79a7"
+_WITH_AGENT: Final = {"trainer and agent", "everything"}
 _SOURCES: Final = {"memory": (_GREEN, "o"), "disk": (_BLUE, "s")}
 
 
@@ -133,7 +134,7 @@ class _Drawing:
 
     def _draw_kill(self, axes: Axes, kill: KillLike) -> None:
         place = self._axis.place(kill.time - self._story.began)
-        marker = "x" if kill.victim == "trainer" else "X"
+        marker = "X" if kill.victim in _WITH_AGENT else "x"
         axes.plot(place, kill.step, marker, color=_RED, markersize=9, markeredgewidth=1.8, zorder=5)
         axes.annotate(f"{kill.number}", (place, kill.step), (-8, 6), textcoords="offset points", ha="right",
                       color=_RED, fontsize=10, fontweight="bold")  # fmt: skip
@@ -152,11 +153,11 @@ class _Drawing:
         handles: list[Any] = [Line2D([], [], color=_INK, linewidth=1.5, label="training")]
         if len(self._story.lineages) > 1:
             handles.append(Line2D([], [], color=_ORANGE, linewidth=4.5, label="steps done again"))
-        victims = {kill.victim == "trainer" for kill in self._kills}
-        if True in victims:
-            handles.append(mark("x", _RED, "trainer killed"))
-        if False in victims:
-            handles.append(mark("X", _RED, "trainer and agent killed"))
+        victims = {kill.victim for kill in self._kills}
+        for marker, chosen in (("x", victims - _WITH_AGENT), ("X", victims & _WITH_AGENT)):
+            if chosen:
+                what = chosen.pop() if len(chosen) == 1 else "a rank or an agent"
+                handles.append(mark(marker, _RED, f"{what} killed"))
         for source, (colour, marker) in _SOURCES.items():
             if any(life.source == source for life in self._story.lineages):
                 handles.append(mark(marker, colour, f"resumed from {source}"))

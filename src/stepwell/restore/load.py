@@ -265,6 +265,10 @@ class _Fit:
                 self.problems.append(f"{item.name}: tracked, but not in the checkpoint")
             elif item.module is not None:
                 self._module(item, saved, tree[item.name])
+            elif item.zero is not None and item.zero.world_size != len(whole.parts):
+                self.problems.append(
+                    f"{item.name}: ZeRO's state was saved by {len(whole.parts)} ranks, these are {item.zero.world_size}"
+                )
             elif item.optimizer is not None:
                 self._optimizer(item, item.optimizer)
 

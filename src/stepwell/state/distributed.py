@@ -64,6 +64,12 @@ def like(value: Any, local: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def zero_of(target: Any) -> Any:
+    """The target as a ZeroRedundancyOptimizer, if it is one: its `optim` steps and keeps what is this rank's."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return target if module is not None and isinstance(target, module.ZeroRedundancyOptimizer) else None
+
+
 def unwrapped(target: Any) -> Any:
     """The module behind DistributedDataParallel, whose names are those of one process."""
     module = sys.modules.get("torch.nn.parallel.distributed")

@@ -14,7 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from stepwell.errors import ConfigError
-from stepwell.state.distributed import unwrapped
+from stepwell.state.distributed import unwrapped, zero_of
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,14 @@ class Tracked:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The target as an optimizer with step hooks, if it is one."""
-        return self.target if isinstance(self.target, torch.optim.Optimizer) else None
+        """The target as an optimizer with step hooks, if it is one; of ZeRO the one that steps this rank's part."""
+        found = self.target if self.zero is None else self.zero.optim
+        return found if isinstance(found, torch.optim.Optimizer) else None
+
+    @property
+    def zero(self) -> Any:
+        """The target as an optimizer whose state is spread over the ranks, each parameter's on one of them."""
+        return zero_of(self.target)
 
     def state(self) -> Any:
         """The object's state: live tensors and plain values."""
@@ -40,7 +46,7 @@ class Tracked:
             return self.target.get_state()
         if isinstance(self.target, dict | list):
             return self.target
-        return self.target.state_dict()
+        return self.target.state_dict() if self.zero is None else self.zero.optim.state_dict()
 
     def load(self, state: Any) -> None:
         """Give a state back to the object."""
@@ -51,6 +57,11 @@ class Tracked:
             self.target.update(state)
         elif isinstance(self.target, list):
             self.target[:] = state
+        elif self.zero is not None:
+            self.zero.optim.load_state_dict(state)
+            # Its next step would overwrite the inner groups (rates and the like) with the outer ones.
+            for outer, inner in zip(self.zero.param_groups, self.zero.optim.param_groups, strict=True):
+                outer.update({key: value for key, value in inner.items() if key != "params"})
         else:
             self.target.load_state_dict(state)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from stepwell.agent.offer import make_offer
 from stepwell.agent.queue import Layout, Pending, PendingQueue
 from stepwell.arena.memory import PAGE, Arena, ArenaShape
 from stepwell.types import CheckpointId, Owner
@@ -110,3 +111,35 @@ def test_the_death_of_the_trainer_drops_what_is_not_complete(arena: Arena) -> No
     complete(complete_one)
     queue.drop_incomplete()
     assert queue.items == [complete_one]
+
+
+def test_one_whose_part_is_durable_is_not_given_up(arena: Arena) -> None:
+    """It failed once, then it was written: of many ranks, the leader may be about to commit it."""
+    queue, first, second = PendingQueue(), make(arena, 1, 0), make(arena, 2, 1)
+    for item in (first, second):
+        queue.add(item)
+        complete(item)
+    first.failures, first.written_at = 1, 5.0
+    assert queue.collect(None) == []
+    assert queue.written() == [first]
+    first.written_at = None
+    assert queue.collect(None) == [first]  # the control
+
+
+def test_of_many_ranks_all_that_is_whole_is_offered(arena: Arena) -> None:
+    """Another rank may have been killed before it had the newest."""
+    queue = PendingQueue()
+    items = [make(arena, 1, 0), make(arena, 2, 1)]
+    for item in items:
+        item.meta.update({"created": 1.0, "tree": {}})
+        queue.add(item)
+        complete(item)
+    alone, _ = make_offer(queue.complete())
+    assert [snapshot["slot"] for snapshot in alone["snapshots"]] == [1]
+    for item in items:
+        item.owner, item.record = Owner(0, 2), None
+    many, fds = make_offer(queue.complete())
+    assert [snapshot["slot"] for snapshot in many["snapshots"]] == [1, 0] and fds == [arena.fd]
+    arena.claim(0)  # the older one is being overwritten
+    again, _ = make_offer(queue.complete())
+    assert [snapshot["slot"] for snapshot in again["snapshots"]] == [1]

@@ -64,7 +64,7 @@ def make_program(leaves: Sequence[Leaf], roles: Sequence[Role], plan: Plan) -> P
             program.watched.append(leaf.name)
             program.live.append(role.live)
         if place.is_frozen:
-            frozen.append((leaf.name, leaf.tensor))
+            frozen.append((leaf.name, leaf.local))  # as `arrange` looks at it
         if not place.nbytes:
             continue
         if place.is_frozen and device.type == "cpu":

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.cli.commands import flip, good, stepwell
 
 KEYS = {"checkpoint", "step", "repeat", "lineage", "live", "committed", "damage", "nbytes", "created", "suspect"}
-MORE_KEYS = {"epoch_end", "finished", "name", "exact"}
+MORE_KEYS = {"epoch_end", "finished", "name", "exact", "void", "world_size"}
 
 
 def rows(run: Path) -> dict[str, list[str]]:
@@ -35,7 +35,7 @@ def test_the_table(made_run: Path) -> None:
 
 def test_json_has_the_same_keys_for_every_checkpoint(crashed: Path) -> None:
     document = good("ls", crashed, "--json").json
-    assert set(document) == {"run", "alive", "trainer_pid", "agent_pids", "checkpoints"}
+    assert set(document) == {"run", "alive", "trainer_pid", "trainer_pids", "agent_pids", "checkpoints"}
     assert all(set(item) == KEYS | MORE_KEYS for item in document["checkpoints"])
     assert not document["alive"]
     by_name = {item["checkpoint"]: item for item in document["checkpoints"]}

@@ -256,10 +256,12 @@ class Checkpointer:
         due = self._together.pass_step(step, wishes=wished, is_busy=self._outcomes.uploads.is_busy) | sure
         if "leave" in due:
             self._go(self._leave.take("another rank"))
-        if "save" in due or "memory" in due:
-            self._saving.take(block=False, durable="save" in due, is_planned=not due & sure)
+        if "look again" in due:
+            self._saving.look_again()
+        if what := next((what for what in ("save", "memory") if what in due), None):
+            self._saving.take(block=False, durable=what == "save", is_planned=what not in sure)
         elif "look again" in due or self._snapshotter.is_unprepared:
-            self._saving.prepare(look_again="look again" in due)
+            self._saving.prepare()
         self._together.tell_ready(self._snapshotter.pool.is_ready)
 
     def _count_step(self) -> bool:
@@ -335,8 +337,7 @@ class Checkpointer:
 
     def _go(self, order: Order) -> None:
         """Told to leave, and an iteration is over: one more checkpoint, as far as the time allows. Raises to leave."""
-        save = None if self._saving.is_done else lambda: self._saving.take_surely(order.seconds_for_disk)
-        self._leave.finish(order, save, self.wait)
+        self._leave.finish(order, self._saving.take_last, self.wait)
         self._close_seconds = min(self._close_seconds, order.seconds_for_disk)
         self._is_failing = order.is_for_peer and not self._together.is_alone
         self._pace.close(TOLD)
@@ -352,8 +353,7 @@ class Checkpointer:
         try:
             if save and self._reopened is not None and not self._outcomes.is_lost and not self._together.is_broken:
                 self._count_step()
-                if not self._saving.is_done:
-                    self._saving.take_surely(self._close_seconds)
+                self._saving.take_last(self._close_seconds)
         finally:
             self._is_closed = True
             self._shut_down()

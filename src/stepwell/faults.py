@@ -42,6 +42,11 @@ POINTS: Final[dict[str, str]] = {
     "shard.durable": "agent: shard durable, no record",
     "record.renamed": "agent: record under its final name",
     "record.durable": "agent: record durable, no manifest",
+    "record.written": "agent: record of one of many ranks under a temporary name",
+    "record.linked": "agent: record of one of many ranks visible, directory not synced",
+    "records.gathered": "agent: the leader has seen the records of all ranks",
+    "void.written": "agent: the word that a checkpoint of many ranks is void, under a temporary name",
+    "void.linked": "agent: that word visible, directory not synced",
     "manifest.written": "agent: manifest under a temporary name",
     "manifest.linked": "agent: manifest visible, directory not synced",
     "manifest.durable": "agent: committed, nobody told",
@@ -53,6 +58,8 @@ POINTS: Final[dict[str, str]] = {
     "lineage.linked": "trainer: the next lineage exists, directory not synced",
     "restore.loaded": "trainer: state is back, no lineage yet",
 }
+OF_MANY: Final = frozenset({"record.written", "record.linked", "records.gathered", "void.written", "void.linked"})
+"""Points that only agents of many ranks pass; they pass all others but `record.renamed` and `record.durable` too."""
 OPERATIONS: Final = (
     "open", "write", "fallocate", "truncate", "fsync", "fsync_dir", "rename", "mkdir", "link", "unlink", "rmdir",
 )  # fmt: skip

@@ -138,13 +138,12 @@ class Leave:
         with contextlib.suppress(BlockingIOError):  # it is full: the thread is awake
             os.write(self._ends[1], b"\0")
 
-    def finish(self, order: Order, save: Callable[[], object] | None, wait: Callable[[float], None]) -> None:
+    def finish(self, order: Order, save: Callable[[float], None], wait: Callable[[float], None]) -> None:
         """An iteration is over: make its checkpoint, unless it is made, and wait for the disk while there is time."""
         step, is_durable, reason = self._step(), False, "another process of the run died; what is complete is written"
         if not order.is_for_peer:
             try:
-                if save is not None:
-                    save()
+                save(order.seconds_for_disk)
                 wait(order.seconds_for_disk)
                 is_durable, reason = True, f"step {step} is durable" if step else "nothing was done yet"
             except Exception as error:  # leaving comes first

@@ -209,8 +209,10 @@ class Pace:
         wished = ["save"] if again else []
         if self._is_due(step, is_epoch_end=is_epoch_end):
             (sure.add if is_counted(self._policy) else wished.append)("save")
-        elif self._memory.is_due(step, is_epoch_end=is_epoch_end):
+        if "save" not in sure and self._memory.is_due(step, is_epoch_end=is_epoch_end):
             (sure.add if is_counted(self._memory.policy) else wished.append)("memory")
+            if "memory" in sure and not self._owner.is_alone:
+                self._memory.restart(step)  # also if a save takes its place here, of which another rank has not heard
         return sure, wished
 
     def _is_due(self, step: int, *, is_epoch_end: bool) -> bool:
@@ -231,11 +233,14 @@ class Pace:
         """Of the last checkpoint that was begun."""
         return self._disk.step
 
-    def restart(self, step: int, *, durable: bool) -> None:
-        """There is a snapshot of this step, or it was given up: count from here."""
-        self._memory.restart(step)
-        if durable:
-            self._disk.restart(step)
+    def restart(self, step: int, *, durable: bool, is_planned: bool = False) -> None:
+        """There is a snapshot of this step, or it was given up: count from here.
+
+        is_planned:  by rank 0, and another rank may have heard of it too late: what all count by themselves goes on
+        """
+        for cadence in (self._memory, self._disk) if durable else (self._memory,):
+            if not (is_planned and is_counted(cadence.policy)):
+                cadence.restart(step)
 
     def begin(self, sequence: int, started: float, *, is_asked: bool) -> None:
         """A checkpoint is under way; `is_asked`: the user wanted it now, and waits for more than usual."""

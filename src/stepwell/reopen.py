@@ -19,20 +19,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from stepwell import errors, events, journal
+from stepwell import events, journal
 from stepwell.agent.client import AgentClient
 from stepwell.arena.channel import Message
-from stepwell.errors import ConfigError, DamagedError, RestoreError, StepwellError, listing
+from stepwell.errors import ConfigError, RestoreError, listing
 from stepwell.faults import crash_point
 from stepwell.format.manifest import Lineage, Run
+from stepwell.groups.consent import each, lead, vote
 from stepwell.groups.group import Group
 from stepwell.groups.local import LocalGroup
 from stepwell.holdings import Holdings
 from stepwell.options import seconds_from
 from stepwell.restore.load import Loaded, load
 from stepwell.restore.plan import Choice, choose
-from stepwell.restore.read import FileSource
-from stepwell.restore.whole import Part
+from stepwell.restore.whole import Part, parts_on_disk
 from stepwell.state.tracked import Tracked
 from stepwell.store import catalog
 from stepwell.store.lineage import create_next, open_run, read_history
@@ -131,22 +131,22 @@ def reopen(
     """
     group = LocalGroup() if group is None else group
     journal.speak_to_terminal(level=logging.INFO if group.is_leader else logging.WARNING)
-    opened = _lead(group, "opening the run", lambda: open_run(paths, seed=_seed(seed)).dump().decode())
+    opened = lead(group, "opening the run", lambda: open_run(paths, seed=_seed(seed)).dump().decode())
     run, owner = Run.load(opened.encode(), path=str(paths.run)), Owner(group.rank, group.size)
-    attach(run.seed)
+    each(group, "the data", lambda: attach(run.seed))
 
     def next_lineage(parent: int, step: int) -> Lineage:
-        made = _lead(group, "the next lineage", lambda: create_next(paths, parent=parent, step=step).dump().decode())
+        made = lead(group, "the next lineage", lambda: create_next(paths, parent=parent, step=step).dump().decode())
         return Lineage.load(made.encode(), path=str(paths.lineages))
 
     if fresh:
-        _lead(group, "a fresh start", lambda: None if may_abandon else _refuse_overwriting(paths, catalog.scan(paths)))
+        lead(group, "a fresh start", lambda: None if may_abandon else _refuse_overwriting(paths, catalog.scan(paths)))
         return Reopened(run, next_lineage(0, 0), owner)
     holdings = Holdings.find(run.id, paths.root, client, group.rank)
     client.launch()
     with contextlib.closing(holdings):
         everywhere = group.all_gather(_inventory(holdings), "what is held in memory")
-        plans = _lead(group, "the plan", lambda: _plan(paths, everywhere, log, step, before))
+        plans = lead(group, "the plan", lambda: _plan(paths, everywhere, log, step, before))
         candidates = [_Candidate.load(values) for values in plans]
         restored = _try_all(candidates, holdings, tracked, log, paths, group, strict, check if strict else None)
         if restored is None:
@@ -171,31 +171,9 @@ def load_only(
     group = LocalGroup() if group is None else group
     only = {only} if isinstance(only, str) else only
     journal.speak_to_terminal()
-    plans = _lead(group, "the plan", lambda: _plan(paths, [], log, step, before, any_branch=True))
+    plans = lead(group, "the plan", lambda: _plan(paths, [], log, step, before, any_branch=True))
     candidates = [_Candidate.load(values) for values in plans]
     return _try_all(candidates, Holdings(), tracked, log, paths, group, strict, None, only) is not None
-
-
-def _lead(group: Group, what: str, call: Callable[[], Any]) -> Any:
-    """What rank 0 found, on all ranks; or its error."""
-    answer: dict[str, Any] = {}
-    error: Exception | None = None
-    if group.is_leader:
-        try:
-            answer = {"value": call()}
-        except Exception as raised:  # the others wait for an answer, whatever went wrong
-            error, answer = raised, {"error": type(raised).__name__, "text": str(raised)}
-    answer = group.broadcast(answer, what)
-    if error is not None:
-        raise error
-    if "error" in answer:
-        raise _same_kind(answer["error"], f"rank 0: {answer['text']}")
-    return answer["value"]
-
-
-def _same_kind(name: str, text: str) -> StepwellError:
-    kind = getattr(errors, name, None)
-    return kind(text) if isinstance(kind, type) and issubclass(kind, StepwellError) else StepwellError(text)
 
 
 def _inventory(holdings: Holdings) -> dict[str, Any]:
@@ -287,9 +265,7 @@ def _parts(paths: RunPaths, id: CheckpointId, source: str, holdings: Holdings) -
     """Of each rank that saved it. Raises DamagedError."""
     if source == "memory":
         return [holdings.held[id][rank] for rank in sorted(holdings.held[id])]
-    manifest, directory = catalog.read_manifest(paths, id), paths.checkpoint(id)
-    records = [catalog.read_record(paths, manifest, rank) for rank in range(manifest.world_size)]
-    return [Part(record, lambda file: FileSource(directory / file.name)) for record in records]
+    return parts_on_disk(paths, catalog.read_manifest(paths, id))
 
 
 def _try_all(
@@ -318,7 +294,7 @@ def _try_all(
                     loaded = load(parts, tracked, mine=mine, only=only, strict=strict, check=check)
             except Exception as raised:
                 error = raised
-            bad = _vote(group, candidate, error)
+            bad = vote(group, f"the vote on step {candidate.id.step}", error)
             if bad is not None:
                 damaged.append(f"{candidate.id} ({source}): {bad}")
                 log.emit(events.Damage(directory=candidate.id.directory, reason=bad))
@@ -347,24 +323,6 @@ def _try_all(
             path=str(paths.root),
         )
     return None
-
-
-def _vote(group: Group, candidate: _Candidate, error: Exception | None) -> str | None:
-    """Whether all ranks have the candidate. None: yes. Else what is damaged, on the first rank where it is.
-
-    Raises where a rank refused it for another reason: its own error there, one that names the rank on the others.
-    """
-    ballot = None if error is None else [type(error).__name__, str(error)]
-    votes = group.all_gather(ballot, f"the vote on step {candidate.id.step}")
-    if error is not None and not isinstance(error, DamagedError):
-        raise error
-    for rank, vote in enumerate(votes):
-        if vote is not None and vote[0] != "DamagedError":
-            raise _same_kind(vote[0], f"rank {rank}: {vote[1]}")
-    bad = [(rank, vote[1]) for rank, vote in enumerate(votes) if vote is not None]
-    if not bad:
-        return None
-    return bad[0][1] if group.size == 1 else f"rank {bad[0][0]}: {bad[0][1]}"
 
 
 @contextlib.contextmanager

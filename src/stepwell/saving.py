@@ -17,13 +17,13 @@ from stepwell import events, journal
 from stepwell.agent.client import AgentClient
 from stepwell.data.batches import Batches
 from stepwell.data.steps import StepCounter
-from stepwell.errors import AgentError, StateError, StepwellError
+from stepwell.errors import AgentError, StateError
 from stepwell.outcome import Outcomes
 from stepwell.own import OwnState
 from stepwell.pace import Pace
 from stepwell.snapshot.inflight import Inflight
 from stepwell.snapshot.snapshotter import Snapshotter
-from stepwell.snapshot.uploads import SaveHandle
+from stepwell.snapshot.uploads import SaveHandle, has_failed
 from stepwell.state.capture import Capture
 from stepwell.together import Together
 
@@ -49,6 +49,8 @@ class Saving:
     client: AgentClient
     log: journal.EventLog
     _repeats: dict[bool, tuple[int, int]] = field(default_factory=dict)
+    _last: SaveHandle | None = None
+    """Of the last save that all ranks took by themselves, if this one did."""
 
     def __post_init__(self) -> None:
         self.together.on_lost = self.outcomes.on_rank_lost
@@ -67,11 +69,13 @@ class Saving:
         is_planned:  rank 0 named this step; else all ranks save by themselves
         """
         step, started = self.steps.step, time.monotonic()
+        is_planned = is_planned and not self.together.is_alone
         if self.outcomes.is_lost:
             if block:
                 raise AgentError("the agent died again and again; see the log above for its error")
             return None
         repeat = self._repeat(step, is_planned=is_planned)
+        was_due, self.outcomes.is_due_again = self.outcomes.is_due_again, self.outcomes.is_due_again and not durable
         taken: Inflight | str
         try:
             whole = self.capture.flatten(self.own.capture())
@@ -79,37 +83,48 @@ class Saving:
             meta = {"step": step, "repeat": repeat, "durable": durable, "created": time.time(), "tree": whole.tree}
             is_end = self.data.is_at_end or self.own.is_finished
             meta |= {"epoch_end": is_end, "finished": self.own.is_finished, "name": name, "files": files or {}}
-            flat = self.together.cut(whole, block=block)
+            flat = self.together.cut(whole, step, block=block)
             taken = _NOT_AGREED if flat is None else self.snapshotter.take(flat, meta, block=block)
         except Exception as error:
             taken = f"{type(error).__name__}: {error}"  # a failed checkpoint never stops training
-            self.pace.restart(step, durable=durable)  # and the same at every step helps nobody
+            self.pace.restart(step, durable=durable, is_planned=is_planned)  # and the same at every step helps nobody
             if block:
+                self.outcomes.is_due_again = was_due
                 self._note(step, repeat, durable=durable, is_planned=is_planned, is_taken=False)
                 self._void(step, repeat, taken, durable=durable)
                 raise
         self._note(step, repeat, durable=durable, is_planned=is_planned, is_taken=not isinstance(taken, str))
         if isinstance(taken, str):
+            self.outcomes.is_due_again = self.outcomes.is_due_again or was_due
             self._void(step, repeat, taken, durable=durable)
             self.log.emit(events.SnapshotSkipped(step=step, reason=taken))
             return None
         self.pace.waited(time.monotonic() - started)
         if not durable:
             return None
-        self.outcomes.is_due_again = False
+        if taken.void is not None:  # no agent took it; one that has it says so itself, which does not matter
+            self._void(step, repeat, f"its snapshot is void: {taken.void.seen_by}", durable=durable)
         self.pace.begin(taken.sequence, started, is_asked=block)
-        return SaveHandle(step, taken.staged, self.outcomes.uploads.open(taken.sequence))
+        handle = SaveHandle(step, taken.staged, self.outcomes.uploads.open(taken.sequence))
+        self._last = self._last if is_planned else handle
+        return handle
 
-    def prepare(self, *, look_again: bool) -> None:
-        """Get memory ready for the first save; `look_again`: what the ranks share is not the same any more."""
+    def prepare(self) -> None:
+        """Get memory ready for the first save."""
         with contextlib.suppress(StateError):  # said again, with its path, by the first save
-            whole = self.capture.flatten(self.own.capture(is_draft=True))
-            if look_again:
-                self.outcomes.has_drifted = False
-                self.together.look_again()
-            flat = self.together.cut(whole)
+            flat = self.together.cut(self.capture.flatten(self.own.capture(is_draft=True)), self.steps.step)
             if flat is not None:
                 self.snapshotter.prepare(flat)
+
+    def look_again(self) -> None:
+        """What the ranks share is not the same any more. All ranks at the same step."""
+        self.outcomes.has_drifted = False
+        self.together.look_again()
+
+    def take_last(self, seconds: float) -> None:
+        """Save the last step, unless it is saved."""
+        if not self._is_done(seconds):
+            self.take_surely(seconds)
 
     def take_surely(self, seconds: float) -> SaveHandle:
         """The last save of a run: one that turns out void is taken again, blocking."""
@@ -117,9 +132,10 @@ class Saving:
             handle = self.take(block=True)
             if handle is not None and self._holds(handle, seconds):
                 return handle
-        except StepwellError:
+        except Exception:
             if self.together.is_alone:
                 raise
+        self.look_again()  # that may be why: nothing comes after this one that could find out
         handle = self.take(block=True)
         assert handle is not None
         return handle
@@ -128,17 +144,15 @@ class Saving:
         """Whether it came to something: alone it is complete in memory, with many ranks all of them have written it."""
         if self.together.is_alone:
             return handle.staging_completion.exception() is None
-        try:
-            return handle.upload_completion.exception(seconds) is None
-        except TimeoutError:
-            return True  # storage is slow: whoever waits for it says so
+        return not has_failed(handle, seconds)
 
-    @property
-    def is_done(self) -> bool:
+    def _is_done(self, seconds: float) -> bool:
         """Whether this step was saved; with many ranks by all of them, in one way that all know of."""
         if self.together.is_alone:
             return self.pace.step == self.steps.step and not self.outcomes.is_due_again
-        return self._repeats.get(False, (0, 0))[0] == self.steps.step
+        if not self.steps.step or self._repeats.get(False, (0, 0))[0] != self.steps.step:
+            return not self.steps.step
+        return self._last is not None and self._holds(self._last, seconds)
 
     def on_late(self, step: int) -> None:
         """A plan was heard of too late."""
@@ -146,7 +160,7 @@ class Saving:
 
     def _repeat(self, step: int, *, is_planned: bool) -> int:
         """How often this step was saved before, in this way."""
-        last, repeat = self._repeats.get(is_planned and not self.together.is_alone, (-1, 0))
+        last, repeat = self._repeats.get(is_planned, (-1, 0))
         return repeat + 1 if last == step else self._first(is_planned=is_planned)
 
     def _first(self, *, is_planned: bool) -> int:
@@ -154,17 +168,15 @@ class Saving:
 
     def _note(self, step: int, repeat: int, *, durable: bool, is_planned: bool, is_taken: bool) -> None:
         """Count from here: alone if there is a snapshot, with many ranks whatever became of it on this one."""
-        if self.together.is_alone:
-            if not is_taken:
-                return
-            is_planned = False
-        if not (is_planned and self.pace.is_counted):
-            self.pace.restart(step, durable=durable)
+        if self.together.is_alone and not is_taken:
+            return
+        self.pace.restart(step, durable=durable, is_planned=is_planned)
         if durable:
             self._repeats[is_planned] = (step, repeat)
+            self._last = self._last if is_planned else None
 
     def _void(self, step: int, repeat: int, reason: str, *, durable: bool) -> None:
         """This rank has no part in a checkpoint of all."""
         if durable and not self.together.is_alone:
             message: dict[str, Any] = {"type": "void", "step": step, "repeat": repeat, "reason": reason}
-            self.client.send(message)
+            self.client.say_void(message)

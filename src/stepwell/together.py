@@ -9,7 +9,9 @@ Holds:   alone, nothing here does anything. After opening nothing here waits, bu
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from stepwell import faults, journal
 from stepwell.errors import GroupError, PersistError
@@ -27,6 +29,10 @@ from stepwell.types import Owner
 
 Costs = tuple[float, float]
 """What a checkpoint takes from training, and until it is durable."""
+_TORN_SECONDS: Final = 3.0
+"""After this long without a word the ranks that have not told what they hold will not do so by themselves."""
+_AGAIN_SECONDS: Final = 30.0
+"""How long a save waits for another verdict: the ranks may hold it up themselves, by not changing alike."""
 
 
 class Together:
@@ -54,6 +60,7 @@ class Together:
         self._form: object = None
         self._round = 0
         self._claims: dict[int, dict[int, dict[str, Claim]]] = {}
+        self._torn_at = 0.0
         self._shares: dict[int, Shares] = {}
         self._cutter: tuple[int, Cutter] | None = None
         self._lost: list[int] = []
@@ -109,6 +116,8 @@ class Together:
         if self._agreement is None:
             return set(wishes)
         wishes = [wish for wish in wishes if wish == "leave" or not is_busy()]
+        if self._is_torn():
+            wishes.insert(0, "look again")
         return self._agreement.pass_step(step, wishes=wishes)
 
     def tell_ready(self, is_ready: bool) -> None:
@@ -128,14 +137,15 @@ class Together:
 
     # -- what this rank stores ----------------------------------------------------------------------------------------
 
-    def cut(self, flat: Flat, *, block: bool = False) -> Flat | None:
+    def cut(self, flat: Flat, step: int, *, block: bool = False) -> Flat | None:
         """What this rank stores of the state. None while the ranks have not agreed on that; with `block` it waits."""
         if self._line is None:
             return flat
-        self._claim(flat)
+        self._claim(flat, step)
         with self._changed:
-            if block and not self._changed.wait_for(lambda: self._is_settled(), default_seconds()):
-                raise PersistError(f"the ranks did not agree within {default_seconds():g} s on who stores what")
+            seconds = min(_AGAIN_SECONDS, default_seconds()) if self._shares else default_seconds()
+            if block and not self._changed.wait_for(lambda: self._is_settled(), seconds):
+                raise PersistError(f"the ranks did not agree within {seconds:g} s on who stores what")
             if self._lost and self._round not in self._shares:
                 raise GroupError(f"rank {self._lost[0]} is gone", missing=self._lost, operation="sharing the state")
             if self._round not in self._shares:
@@ -151,14 +161,19 @@ class Together:
     def _is_settled(self) -> bool:
         return self._round in self._shares or bool(self._lost)
 
-    def _claim(self, flat: Flat) -> None:
-        """Tell rank 0 what this rank holds, when that is not what it was. All ranks do so at the same step."""
+    def _is_torn(self) -> bool:
+        """Rank 0: some have told what they hold, and the others do not. They all do so again, at one step."""
+        with self._changed:
+            return bool(self._claims) and time.monotonic() > self._torn_at
+
+    def _claim(self, flat: Flat, step: int) -> None:
+        """Tell rank 0 what this rank holds, when that is not what it was. In one round are claims of one step."""
         form = [(leaf.name, leaf.dtype, leaf.local.shape, leaf.box) for leaf in flat.leaves if leaf.path[0] != OWN]
         if form == self._form:
             return
         assert self._line is not None
         self._form = form
-        self._round += 1
+        self._round = max(self._round + 1, step << 8)
         found = {leaf.name: describe(leaf, content_digest) for leaf in flat.leaves if leaf.path[0] != OWN}
         claims = {name: Claim(*facts) for name, facts in found.items()}
         if self.group.is_leader:
@@ -170,11 +185,12 @@ class Together:
     def _hear_claims(self, rank: int, number: int, claims: dict[str, Claim]) -> None:
         assert self._line is not None
         with self._changed:
+            self._torn_at = time.monotonic() + _TORN_SECONDS
             heard = self._claims.setdefault(number, {})
             heard[rank] = claims
             if len(heard) < self.group.size:
                 return
-            del self._claims[number]
+            self._claims = {other: parts for other, parts in self._claims.items() if other > number}
         verdict = share([heard[rank] for rank in range(self.group.size)])
         self._emit(_sharing(verdict, heard[0]))
         for other in range(1, self.group.size):

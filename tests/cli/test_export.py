@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors import safe_open
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from stepwell.format.dtypes import NATIVE
 from stepwell.restore.read import FileSource, read_record_leaves
@@ -26,6 +28,7 @@ from tests.cli.commands import flip, good, listing, stepwell
 from tests.cli.trainer import Net
 
 DIRECTORY = "step-000000000008.l0002"
+GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
 
 
 def leaves(run: Path, directory: str = DIRECTORY) -> dict[str, torch.Tensor]:
@@ -201,6 +204,85 @@ def test_the_run_is_not_touched(run: Path, tmp_path: Path) -> None:
     assert listing(run) == before
 
 
+def test_one_rank_is_exported_to_the_same_bytes_as_ever(tmp_path: Path) -> None:
+    """The digest is that of the first version that exported, which knew one rank only."""
+    good("export", GOLDEN, tmp_path / "out")
+    found = hashlib.sha256((tmp_path / "out").read_bytes()).hexdigest()
+    assert found == "5a96cadf9348ac6cf645093eaaad662e7e54b4c4fd43822a46fe5bf2362051c2"
+
+
+def test_a_model_in_the_way_of_hugging_face(made_run: Path, tmp_path: Path) -> None:
+    good("export", made_run, tmp_path / "one", "--format", "hf")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["model.safetensors"]
+    document = good("export", made_run, tmp_path / "many", "--format", "hf", "--shard-size", "100B", "--json").json
+    names = sorted(path.name for path in (tmp_path / "many").iterdir())
+    *shards, index_name = names
+    assert index_name == "model.safetensors.index.json" and len(shards) > 2
+    assert shards == [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    index = json.loads((tmp_path / "many" / index_name).read_text())
+    assert list(index) == ["metadata", "weight_map"] and set(index["weight_map"].values()) == set(shards)
+    expected = safetensors.torch.load_file(tmp_path / "one" / "model.safetensors")
+    assert index["weight_map"].keys() == expected.keys() and document["tensors"] == len(expected)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    for shard in shards:
+        with safe_open(tmp_path / "many" / shard, "pt") as file:
+            assert file.metadata()["format"] == "pt"
+            assert all(same(file.get_tensor(name), expected[name]) for name in file.keys())  # noqa: SIM118
+            sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118
+            assert sum(sizes) <= 100 or len(sizes) == 1
+    model = Net()
+    del model.turns
+    model.load_state_dict({name: t for name, t in expected.items() if name != "turns"}, strict=False)
+    assert same(model.norm.running_mean, leaves(made_run)["model/norm.running_mean"])
+    assert "bad" in stepwell("export", made_run, tmp_path / "x", "--format", "hf", "--shard-size", "bad").err
+    assert "is for --format hf" in stepwell("export", made_run, tmp_path / "x", "--shard-size", "1GB").err
+    assert "'ema'" in stepwell("export", made_run, tmp_path / "x", "--format", "hf", "--only", "ema").err
+
+
+def test_for_dcp(made_run: Path, tmp_path: Path) -> None:
+    """Stock DCP, without a process group, back to the nested state; keys that are numbers become text there."""
+    answer = good("export", made_run, tmp_path / "dcp", "--format", "dcp")
+    assert "notes/phase: enum -> str" in " ".join(answer.out.split())
+    assert sorted(path.name for path in (tmp_path / "dcp").iterdir()) == [".metadata", "__0_0.distcp"]
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "back")
+    state, expected = torch.load(tmp_path / "back", weights_only=False), leaves(made_run)
+    for name, tensor in state["model"].items():
+        assert same(tensor, expected["model/encoder.weight" if name == "decoder.weight" else f"model/{name}"]), name
+    assert same(state["optimizer"]["state"]["0"]["exp_avg"], expected["optimizer/state/0/exp_avg"])
+    assert state["optimizer"]["param_groups"][0]["lr"] == 1e-2
+    assert state["notes"]["tuple"] == (1, None, True, "text") and state["notes"]["seen"] == {1, 2}
+    assert state["notes"]["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    live = {"model": Net().state_dict()}
+    with pytest.warns(UserWarning, match="single process"):
+        torch.distributed.checkpoint.load(live, checkpoint_id=tmp_path / "dcp")
+    assert same(live["model"]["low"], expected["model/low"])
+    good("export", made_run, tmp_path / "model", "--format", "dcp", "--only", "model")
+    assert (tmp_path / "model" / "__0_0.distcp").stat().st_size < (tmp_path / "dcp" / "__0_0.distcp").stat().st_size
+
+
+@pytest.mark.parametrize("form", ["hf", "dcp"])
+def test_a_folder_is_replaced_only_if_an_export_wrote_it(form: str, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "folders" / "out"
+    assert "no such directory" in stepwell("export", run, out, "--format", form).err
+    out.mkdir(parents=True)
+    good("export", run, out, "--format", form)  # an empty one is as good as none
+    before = listing(out)
+    assert "--force replaces" in stepwell("export", run, out, "--format", form).err
+    good("export", run, out, "--format", form, "--force")
+    assert listing(out) == before
+    shard = run / DIRECTORY / "rank-00000.safetensors"
+    flip(shard, shard.stat().st_size - 3)
+    answer = stepwell("export", run, out, "--format", form, "--force")
+    assert answer.code == 2 and "bytes 0 to " in answer.err
+    assert listing(out) == before and list(out.parent.iterdir()) == [out]
+    (out / "config.json").write_text("precious")
+    assert "holds config.json" in stepwell("export", run, out, "--format", form, "--force").err
+    assert (out / "config.json").read_text() == "precious"
+    file = tmp_path / "file"
+    file.write_text("precious")
+    assert "is a file" in stepwell("export", run, file, "--format", form, "--force").err
+
+
 def test_a_large_one_is_not_held_in_memory(tmp_path: Path) -> None:
     """96 MB of state, exported by a process that may take 64 MB of data: blocks pass through."""
     script = tmp_path / "large.py"
@@ -224,6 +306,8 @@ def test_a_large_one_is_not_held_in_memory(tmp_path: Path) -> None:
 
     done = limited("export", str(tmp_path / "run"), str(tmp_path / "out"), "--only", "state")
     assert done.returncode == 0, done.stderr
+    folder = limited("export", str(tmp_path / "run"), str(tmp_path / "hf"), "--only", "state", "--format", "hf")
+    assert folder.returncode == 0, folder.stderr
     found = safetensors.torch.load_file(tmp_path / "out")
     assert torch.equal(found["w"], torch.arange(24 * 1024 * 1024, dtype=torch.float32))
     assert found["n"].tolist() == [1, 1, 1]

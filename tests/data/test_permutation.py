@@ -137,7 +137,9 @@ def even(values: torch.Tensor, count: int, bins: int = 256) -> float:
     return float((((found - expected) ** 2 / expected).sum() - (bins - 1)) / math.sqrt(2 * (bins - 1)))
 
 
-@pytest.mark.parametrize("count", [1_281_167, 10**9, (1 << 30) + 1])
+@pytest.mark.parametrize(
+    "count", [1_281_167, *(pytest.param(n, marks=pytest.mark.soak) for n in (10**9, (1 << 30) + 1))]
+)
 def test_it_is_as_good_as_shuffled(count: int) -> None:
     found = [value for seed in range(10) for value in surprises(count, seed)]
     assert max(found) < 5.5, found

@@ -91,8 +91,14 @@ def run(where: Path, name: str, steps: int, epochs: int = 3) -> list[tuple[int, 
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("stops", [(1, 2, 1), (5, 1), (6, 1)])
+@pytest.mark.parametrize(
+    ("name", "stops"),
+    [
+        pytest.param(name, stops, marks=pytest.mark.soak if "torchdata" in name and stops != (1, 2, 1) else ())
+        for name in SOURCES
+        for stops in ((1, 2, 1), (5, 1), (6, 1))
+    ],
+)
 def test_a_source_with_a_state_goes_on(name: str, stops: tuple[int, ...], run_dir: Path) -> None:
     """In the middle, at the last batch but one, exactly at the edge; and the next epoch is whole."""
     seen: list[tuple[int, int]] = []

@@ -16,7 +16,7 @@ from stepwell.data.permutation import ORDER, Permutation
 from stepwell.data.sampler import epoch_seed
 from stepwell.format import document, record, shard, tree
 from stepwell.format.checksum import BLOCK_BYTES, block_digest, document_digest
-from stepwell.format.manifest import Lineage, Manifest, RecordRef, Run
+from stepwell.format.manifest import Lineage, Manifest, RecordRef, Run, Void
 from stepwell.state import flatten
 from stepwell.store import catalog, lineage, progress
 from stepwell.types import CheckpointId
@@ -72,13 +72,14 @@ def test_the_fields_are_all_there() -> None:
     manifest = Manifest(run="0" * 16, id=CheckpointId(1, 0, 1), world_size=1, created=1.0,
                         records=(RecordRef("r", 1, "0" * 32),), nbytes=1)  # fmt: skip
     written = set(json.loads((V1 / CHECKPOINT / "rank-00000.json").read_bytes()))
-    for made in (run, line, manifest):
+    void = Void("0" * 16, CheckpointId(1, 0, 1), 1, "why")
+    for made in (run, line, manifest, void):
         written |= set(json.loads(made.dump()))
     written |= {field.name for field in fields(record.LeafEntry)} | {"copies"}
     assert names == written - {"format", "checksum"}
     for field in (*fields(record.FileEntry), *fields(RecordRef)):
         assert f"`{field.name}`" in text
-    for kind in (record.KIND, "stepwell.manifest/1", "stepwell.run/1", "stepwell.lineage/1"):
+    for kind in (record.KIND, "stepwell.manifest/1", "stepwell.run/1", "stepwell.lineage/1", "stepwell.void/1"):
         assert f"`{kind}`" in text
     (golden,) = blocks(text)
     assert golden.encode() == (V1 / "run.json").read_bytes()

@@ -301,7 +301,7 @@ def test_when_every_manifest_is_damaged_it_is_an_error_that_names_each(target: T
     assert str(caught.value).count("manifest.json: checksum") == 2
 
 
-@pytest.mark.parametrize("bit", [1, 64])
+@pytest.mark.parametrize("bit", [pytest.param(1, marks=pytest.mark.soak), 64])
 def test_every_flipped_byte_of_the_run_and_its_lineage_is_found(target: Target, tmp_path: Path, bit: int) -> None:
     """These belong to all checkpoints alike: nothing is restored on a history that cannot be read."""
     full = Full(tmp_path / "full")

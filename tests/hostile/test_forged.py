@@ -18,6 +18,10 @@ from tests.hostile.attacks import ATTACKS
 Results = dict[str, dict[str, Any]]
 
 
+pytestmark = [pytest.mark.xdist_group("forged"), pytest.mark.timeout(300)]
+"""One process runs them all: the attacks are made once."""
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     base = tmp_path_factory.mktemp("hostile")
@@ -25,7 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         [sys.executable, "-m", "tests.hostile.victim", str(base)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
         check=False,
     )
     found = [json.loads(line) for line in done.stdout.splitlines()]

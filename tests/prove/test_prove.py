@@ -30,6 +30,7 @@ def test_the_demo_is_identical(tmp_path: Path) -> None:
     assert all(kill["source"] in ("memory", "disk") for kill in outcome.document["kills"])
 
 
+@pytest.mark.soak
 def test_four_kills_behind_a_wrapper_that_hides_the_exit_code_and_one_json_document(tmp_path: Path) -> None:
     # The wrapper would start a trainer of its own after each kill: prove has to end it with its trainer.
     wrapper = f"while ! {sys.executable} {SCRIPT}; do :; done; true"
@@ -75,6 +76,7 @@ def test_an_unseeded_augmentation_is_named(tmp_path: Path) -> None:
     assert "an unseeded generator" in outcome.document["causes"][0]
 
 
+@pytest.mark.soak
 def test_an_average_changed_outside_every_guard_is_not_called_identical(tmp_path: Path) -> None:
     outcome = prove_script(tmp_path / "out", "outside-guard", STEPWELL_SLOW_COPY="0.002")
     assert outcome.code == 1, outcome.stdout + outcome.stderr
@@ -83,6 +85,7 @@ def test_an_average_changed_outside_every_guard_is_not_called_identical(tmp_path
     assert {void["seen_by"] for void in outcome.document["voids"]} == {"verify_snapshots"}
 
 
+@pytest.mark.soak
 def test_control_without_the_hashes_the_torn_average_reaches_the_end(tmp_path: Path) -> None:
     outcome = prove_script(tmp_path / "out", "outside-guard", STEPWELL_SLOW_COPY="0.002", STEPWELL_VERIFY="0")
     assert outcome.code == 1, outcome.stdout + outcome.stderr
@@ -92,6 +95,7 @@ def test_control_without_the_hashes_the_torn_average_reaches_the_end(tmp_path: P
     assert outcome.document["logged"]["first"] is None
 
 
+@pytest.mark.soak
 def test_a_script_that_saves_too_rarely_is_inconclusive(tmp_path: Path) -> None:
     outcome = prove_script(tmp_path / "out", "rarely")
     assert outcome.code == 3, outcome.stdout + outcome.stderr

@@ -61,10 +61,10 @@ def test_one_flipped_bit_makes_all_ranks_fall_back_together(
     rank: int, make_job: MakeJob, straight: Straight, tmp_path: Path
 ) -> None:
     barrier = tmp_path / "barrier"
-    job = make_job("job", *ARGUMENTS, "--stop", f"11:{barrier}")
+    job = make_job("job", *ARGUMENTS, "--sleep", 0.03, "--stop", f"11:{barrier}")  # time to write each of them
     launch = job.launch(WORLD)
     job.wait_at(barrier, launch)
-    job.wait_committed(9, launch)
+    wait_for(lambda: len([entry for entry in job.good() if entry.is_live]) >= 2, "two checkpoints")
     launch.kill()
     launch.wait()
     job.kill_agents()

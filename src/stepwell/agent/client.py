@@ -45,6 +45,7 @@ class AgentClient:
         self._arenas: dict[int, tuple[Message, int]] = {}
         self._layouts: dict[int, Message] = {}
         self._begun: dict[int, Message] = {}
+        self._voids: dict[tuple[int, int], Message] = {}
         self._closing: Message | None = None
         self._ended = threading.Event()
         self._is_started = False
@@ -183,6 +184,17 @@ class AgentClient:
             self._begun[message["sequence"]] = message
             self._send(message)
 
+    def note_written(self, message: Message) -> None:
+        """A streamed part is durable: another agent would have to look after those of the other ranks."""
+        with self._lock:
+            self._begun[message["sequence"]] = {**message, "written": True}
+
+    def say_void(self, message: Message) -> None:
+        """This rank has no part in a checkpoint. Said again until it is done: the other ranks wait for it."""
+        with self._lock:
+            self._voids[message["step"], message["repeat"]] = message
+            self._send(message)
+
     def send(self, message: Message) -> None:
         """Say something that is not repeated to a replaced agent."""
         with self._lock:
@@ -215,6 +227,9 @@ class AgentClient:
                     return
                 continue
             message = received[0]
+            if message["type"] in ("gives_up", "voided"):
+                self._note_void(message)
+                continue
             sequence: int = message.get("sequence", 0)
             if message["type"] == "released" and not message["is_over"]:
                 with self._lock:  # its slot is filled anew; another agent would only have to look after the others
@@ -231,6 +246,14 @@ class AgentClient:
                 self._on_message(message)
             except Exception:  # this thread must live on: without it no slot is ever released
                 events.logger.exception("a message of the agent was not understood: %s", message["type"])
+
+    def _note_void(self, message: Message) -> None:
+        """The agent is about to tell the other ranks that this one has no part in a checkpoint, or has done so."""
+        with self._lock:
+            if message["type"] == "gives_up":
+                self._voids[message["void"]["step"], message["void"]["repeat"]] = message["void"]
+            else:
+                self._voids.pop((message["step"], message["repeat"]), None)
 
     def _replace(self) -> bool:
         """The agent died: start another one and tell it everything that is not durable yet."""
@@ -258,6 +281,8 @@ class AgentClient:
             said |= {number: (message, []) for number, message in (*self._layouts.items(), *self._begun.items())}
             for number in sorted(said):
                 self._send(*said[number])
+            for message in self._voids.values():
+                self._send(message)
             if self._closing is not None:
                 self._send(self._closing)
             resent = len(self._begun)

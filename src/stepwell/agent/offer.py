@@ -1,8 +1,13 @@
-"""What a lingering agent offers a successor: the newest complete snapshot, with checksums, and the arena it lies in."""
+"""What a lingering agent offers a successor: the newest complete snapshot, with checksums, and the arena it lies in.
+
+With many ranks also older ones in that arena: another rank may have been killed before it had the newest.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Sequence
 from typing import Final
 
 from stepwell.agent.persist import record_in_memory
@@ -11,6 +16,8 @@ from stepwell.arena.channel import Message
 from stepwell.arena.memory import FROZEN
 
 PROTOCOL: Final = 1
+_hashing: Final = threading.Lock()
+"""Many ranks ask at once: the first one waits for the checksums, the others find them."""
 
 
 def why_refused(message: Message, *, trainer: int, is_closing: bool) -> str | None:
@@ -22,12 +29,16 @@ def why_refused(message: Message, *, trainer: int, is_closing: bool) -> str | No
     return "closing" if is_closing else None
 
 
-def make_offer(newest: Pending | None) -> tuple[Message, list[int]]:
-    """The message and the descriptors that travel with it. Hashes the snapshot if it was not written yet."""
+def make_offer(complete: Sequence[Pending]) -> tuple[Message, list[int]]:
+    """The message and the descriptors that travel with it. Hashes what was not written yet. The newest comes first."""
     offer: Message = {"type": "offer", "agent": os.getpid(), "snapshots": []}
-    if newest is None:
+    if not complete:
         return offer, []
-    record = record_in_memory(newest).dump().decode()
-    offer["snapshots"].append({"record": record, "slot": newest.slot, "frozen": FROZEN})
+    newest = complete[0]
+    for item in complete[:1] if newest.owner.is_alone else complete:
+        if item.arena is newest.arena:
+            with _hashing:
+                record = record_in_memory(item).dump().decode()
+            offer["snapshots"].append({"record": record, "slot": item.slot, "frozen": FROZEN})
     offer["arena"] = vars(newest.arena.shape)
     return offer, [newest.arena.fd]

@@ -20,14 +20,14 @@ from stepwell.agent.writer import Writer, copy_file, digest_image
 from stepwell.arena.memory import FROZEN
 from stepwell.errors import StepwellError, VoidError
 from stepwell.faults import crash_point
-from stepwell.format.checksum import BLOCK_BYTES
+from stepwell.format.checksum import BLOCK_BYTES, PART_BYTES
 from stepwell.format.manifest import Manifest, RecordRef, Void
 from stepwell.format.record import FileEntry, Record, check_file_name
 from stepwell.store import assemble, catalog, commit, files, retention
 from stepwell.store.lineage import newest_number
 from stepwell.store.paths import RunPaths
 from stepwell.store.spare import Spare
-from stepwell.types import Keep
+from stepwell.types import Keep, Owner
 
 
 class Persister:
@@ -66,6 +66,7 @@ class Persister:
             return True
         directory = commit.open_checkpoint(self.paths, pending.id, pending.owner)
         if not pending.owner.is_alone:
+            assemble.check_void(self.paths, pending.id)
             pending.record = assemble.find_record(self.paths, pending.id, pending.owner)
             if pending.record is not None:  # as above, and the leader may be reading it
                 return False
@@ -99,6 +100,13 @@ class Persister:
 
         Raises VoidError if it came to nothing, or FencedError.
         """
+        try:
+            return self._follow(pending)
+        except VoidError:
+            assemble.withdraw(self.paths, pending.id, pending.owner, self._spare)
+            raise
+
+    def _follow(self, pending: Pending) -> bool:
         paths, id, owner = self.paths, pending.id, pending.owner
         assert pending.written_at is not None
         if pending.record is None:  # an agent before this one wrote it
@@ -106,6 +114,8 @@ class Persister:
         waited = time.monotonic() - pending.written_at
         if not commit.was_committed(paths, id, owner):
             if not owner.is_leader:
+                if pending.meta["name"] is None and assemble.is_outdated(paths, id):
+                    return True
                 assemble.check_void(paths, id)
                 commit.check_fence(paths, id)
                 if waited > 2 * self._patience:
@@ -134,7 +144,10 @@ class Persister:
             assemble.end_void(self.paths, Void(pending.run, pending.id, int(str(rank)), reason))
             raise
         commit.check_fence(self.paths, pending.id)
-        return [item for item in found if not isinstance(item, int)]
+        records = [item for item in found if not isinstance(item, int)]
+        if records:
+            crash_point("records.gathered")
+        return records
 
     def void(self, void: Void) -> None:
         """This rank has no part in a checkpoint: let the leader know."""
@@ -179,14 +192,15 @@ class Persister:
             kind = file_system_type(self.paths.root)
             self._spare = Spare(self.paths.root, pending.owner.stem, self._lineage, file_system=kind)
         is_there = self._spare.take(temporary)
-        blocks = self._writer.write(temporary, image, nbytes, pending.arrive, reuse=is_there)
+        grain = block_bytes(pending.owner)
+        blocks = self._writer.write(temporary, image, nbytes, pending.arrive, reuse=is_there, block_bytes=grain)
         try:
             pending.wait_complete()  # before any name is given: bytes alone are no snapshot
         except AbandonedError:
             temporary.unlink(missing_ok=True)
             raise
         commit.publish_file(temporary, directory / name)
-        return FileEntry(name, "safetensors", nbytes, BLOCK_BYTES, blocks)
+        return FileEntry(name, "safetensors", nbytes, grain, blocks)
 
     def _write_frozen(self, pending: Pending, directory: Path) -> FileEntry:
         name, nbytes = f"{pending.owner.stem}.frozen.safetensors", pending.layout.frozen_bytes
@@ -196,7 +210,9 @@ class Persister:
             return self._frozen[2]
         temporary = directory / f"{name}{files.TEMPORARY}"
         image = pending.arena.image(FROZEN, pending.arena.shape.frozen_bytes)
-        entry = FileEntry(name, "safetensors", nbytes, BLOCK_BYTES, self._writer.write(temporary, image, nbytes))
+        grain = block_bytes(pending.owner)
+        blocks = self._writer.write(temporary, image, nbytes, block_bytes=grain)
+        entry = FileEntry(name, "safetensors", nbytes, grain, blocks)
         commit.publish_file(temporary, directory / name)
         self._frozen = (key, directory / name, entry)
         return entry
@@ -271,6 +287,11 @@ class Persister:
         return is_clean
 
 
+def block_bytes(owner: Owner) -> int:
+    """How much of a rank's file shares a checksum."""
+    return BLOCK_BYTES if owner.is_alone else PART_BYTES
+
+
 def make_record(pending: Pending, entries: list[FileEntry]) -> Record:
     """The record of a snapshot, from what the trainer said and what was written."""
     return Record(
@@ -290,17 +311,14 @@ def make_record(pending: Pending, entries: list[FileEntry]) -> Record:
 def record_in_memory(pending: Pending) -> Record:
     """The record of a snapshot that lies in the arena, with checksums, whether it was written or not."""
     if pending.record is None:
-        stem, layout = pending.owner.stem, pending.layout
+        stem, layout, grain = pending.owner.stem, pending.layout, block_bytes(pending.owner)
         image = pending.arena.image(pending.slot, pending.arena.shape.slot_bytes)
-        entries = [
-            FileEntry(
-                f"{stem}.safetensors", "safetensors", layout.nbytes, BLOCK_BYTES, digest_image(image, layout.nbytes)
-            )
-        ]
+        blocks = digest_image(image, layout.nbytes, grain)
+        entries = [FileEntry(f"{stem}.safetensors", "safetensors", layout.nbytes, grain, blocks)]
         if layout.frozen_bytes:
             frozen = pending.arena.image(FROZEN, pending.arena.shape.frozen_bytes)
-            blocks = digest_image(frozen, layout.frozen_bytes)
+            blocks = digest_image(frozen, layout.frozen_bytes, grain)
             name = f"{stem}.frozen.safetensors"
-            entries.append(FileEntry(name, "safetensors", layout.frozen_bytes, BLOCK_BYTES, blocks))
+            entries.append(FileEntry(name, "safetensors", layout.frozen_bytes, grain, blocks))
         pending.record = make_record(pending, entries)
     return replace(pending.record, files=tuple(file for file in pending.record.files if file.kind != "opaque"))

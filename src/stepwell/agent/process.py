@@ -249,6 +249,8 @@ class Agent:
             assert self.stream is not None
             stream, self.stream = self.stream, None
             stream.abort()
+            with self._lock:
+                self.worker.give_up(stream.pending, str(error))
             self.worker.note_failure(stream.pending, error, final=True)
             self.worker.outbox.append({"type": "released", "sequence": stream.pending.sequence, "is_over": True})
             return False
@@ -267,6 +269,8 @@ class Agent:
             self.channel = None
         if self.stream is not None:
             self.stream.abort()  # the rest never comes
+            with self._lock:
+                self.worker.give_up(self.stream.pending, "its process ended before it was streamed")
             self.stream = None
         self._drop_incomplete()
         with self._lock:
@@ -333,15 +337,15 @@ class Agent:
         `pid` is 0 for another rank that only reads.
         """
         with self._lock:
-            newest = self.worker.queue.newest_complete
+            complete = self.worker.queue.complete()
         self._is_offering = self._is_offering or pid != 0
 
         def prepare() -> None:
             try:
-                offer, fds = make_offer(newest)
+                offer, fds = make_offer(complete)
             except Exception:  # the successor waits for an answer, whatever is wrong with the snapshot
                 events.logger.exception("no snapshot is offered to process %d", pid)
-                offer, fds = make_offer(None)
+                offer, fds = make_offer([])
             self._calls.put(lambda: self._hand_over(channel, pid, offer, fds))
             os.eventfd_write(self.worker.wake, 1)
 

@@ -164,7 +164,8 @@ class PendingQueue:
             has_newer = any(other.sequence > item.sequence for other in complete)
             given_up = item.failures > 0 and item.is_complete and (has_newer or in_the_way)
             is_over = item.is_void or given_up or (has_newer and not item.is_wanted)
-            if item.is_done or (item is not busy and is_over):
+            is_written = item.written_at is not None  # the leader may be about to commit it
+            if item.is_done or (item is not busy and not is_written and is_over):
                 self.items.remove(item)
                 out.append(item)
         return out
@@ -176,10 +177,14 @@ class PendingQueue:
 
     @property
     def newest_complete(self) -> Pending | None:
-        """What a successor is offered: the newest snapshot whose bytes are all in memory still."""
+        """The newest snapshot whose bytes are all in memory still."""
+        return next(iter(self.complete()), None)
+
+    def complete(self) -> list[Pending]:
+        """What a successor may be offered: the snapshots whose bytes are all in memory still, the newest first."""
         self._note_complete()
         whole = [item for item in self._complete.values() if item.is_complete]  # others: their slot was filled again
-        return max(whole, key=lambda item: item.sequence, default=None)
+        return sorted(whole, key=lambda item: -item.sequence)
 
     def next_due(self, now: float | None = None) -> Pending | None:
         """The oldest complete snapshot whose time has come; if there is none complete, one whose bytes arrive."""

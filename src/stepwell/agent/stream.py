@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 from stepwell.agent.cache import BoundedCache
-from stepwell.agent.persist import Persister
+from stepwell.agent.persist import Persister, block_bytes
 from stepwell.agent.queue import Pending
 from stepwell.errors import PersistError
-from stepwell.format.checksum import BLOCK_BYTES, BlockHasher
+from stepwell.format.checksum import BlockHasher
 from stepwell.format.record import FileEntry
 from stepwell.store import commit, files
 
@@ -26,7 +26,7 @@ class StreamedSave:
         self._persister = persister
         self._name = f"{pending.owner.stem}.safetensors"
         self._started = time.monotonic()
-        self._hasher = BlockHasher()
+        self._hasher = BlockHasher(block_bytes(pending.owner))
         self._offset = 0
         self._fd = -1
         self._temporary = Path()
@@ -55,7 +55,8 @@ class StreamedSave:
         self._cache.drop()
         self._close()
         commit.publish_file(self._temporary, self._temporary.with_name(self._name))
-        entry = FileEntry(self._name, "safetensors", self._offset, BLOCK_BYTES, self._hasher.finish())
+        grain = block_bytes(self.pending.owner)
+        entry = FileEntry(self._name, "safetensors", self._offset, grain, self._hasher.finish())
         return self._persister.finish(self.pending, [entry], self._started)
 
     def abort(self) -> None:

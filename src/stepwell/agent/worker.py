@@ -13,7 +13,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,15 @@ _LOOK_SECONDS: Final = (0.005, 0.5)
 """How soon it is looked again whether other ranks have written their parts: at first, and at most."""
 
 
+@dataclass(frozen=True)
+class _Word:
+    """What the leader has yet to be told, when, and how often that failed."""
+
+    void: Void
+    not_before: float = 0.0
+    failures: int = 0
+
+
 class Worker:
     """Constructing only assigns; `start` makes the thread appear. All but `lock` and `start` is used under the lock."""
 
@@ -48,7 +58,7 @@ class Worker:
         self.persister = Persister(RunPaths(Path()), self.log, self._writer, lineage=0)
         self._is_leader = True
         self._sweeps_due = 0
-        self._voids: list[Void] = []
+        self._voids: list[_Word] = []
 
     def serve(self, paths: RunPaths, lineage: int, keep: Keep, patience: float) -> None:
         """A trainer said hello: this is its run."""
@@ -86,14 +96,14 @@ class Worker:
 
     def _next_job(self) -> Callable[[], None] | None:
         """What is to be done now; `busy` is the snapshot it is about."""
-        if self._voids:
-            void = self._voids.pop(0)
-            return lambda: self._void(void)
         now = time.monotonic()
-        for item in self.queue.written():
-            if item.not_before <= now:
-                self.busy = item
-                return lambda: self._follow(item)
+        for word in self._voids:
+            if word.not_before <= now:
+                return lambda: self._void(word)
+        written = self.queue.written()
+        if any(item.not_before <= now for item in written):
+            self.busy = written[0]
+            return lambda: self._follow(written)
         pending = self.queue.next_due(now)
         if pending is not None:
             self.busy = pending
@@ -114,7 +124,7 @@ class Worker:
         except AbandonedError:
             pass  # void, or its trainer died before it was complete: the queue lets go of it
         except (OSError, StepwellError) as error:
-            self.note_failure(pending, error, final=isinstance(error, FencedError))
+            self.note_failure(pending, error, final=isinstance(error, (FencedError, VoidError)))
         else:
             if is_committed:
                 self.after_commit(pending, time.monotonic() - started)
@@ -128,8 +138,14 @@ class Worker:
             self.outbox.append({"type": "released", "sequence": pending.sequence, "is_over": False})
         os.eventfd_write(self.wake, 1)
 
-    def _follow(self, pending: Pending) -> None:
-        """Look whether the other ranks have written their parts."""
+    def _follow(self, written: Sequence[Pending]) -> None:
+        """Look whether the other ranks have written their parts. In order: what is older than a commit is removed."""
+        for item in written:
+            with self.lock:
+                self.busy = item
+            self._look(item)
+
+    def _look(self, pending: Pending) -> None:
         assert pending.written_at is not None
         waited = time.monotonic() - pending.written_at
         pending.not_before = time.monotonic() + min(_LOOK_SECONDS[1], _LOOK_SECONDS[0] + waited / 10)
@@ -146,19 +162,32 @@ class Worker:
     def give_up(self, pending: Pending, reason: str) -> None:
         """This rank has no part in a checkpoint: nobody is to wait for it. Under the lock."""
         if not pending.owner.is_alone and pending.is_wanted:
-            self._voids.append(Void(pending.run, pending.id, pending.owner.rank, reason))
-            self.lock.notify()
+            self.say_void(Void(pending.run, pending.id, pending.owner.rank, reason))
+            # Should this process die before that is done, its trainer says it to the next one.
+            where = {"step": pending.id.step, "repeat": pending.id.repeat}
+            self.outbox.append({"type": "gives_up", "void": {"type": "void", **where, "reason": reason}})
 
     def say_void(self, void: Void) -> None:
         """The trainer could not even begin. Under the lock."""
-        self._voids.append(void)
+        self._voids.append(_Word(void))
         self.lock.notify()
 
-    def _void(self, void: Void) -> None:
+    def _void(self, word: _Word) -> None:
+        again = None
         try:
-            self.persister.void(void)
-        except (OSError, StepwellError) as error:  # the leader gives up when its patience is over
-            self.log.emit(events.PersistFailed(step=void.id.step, error=str(error), action="others may wait in vain"))
+            self.persister.void(word.void)
+        except (OSError, StepwellError) as error:  # a disk without room for the bytes may have none for this either
+            if not isinstance(error, FencedError):
+                delay = _RETRY_SECONDS[min(word.failures, len(_RETRY_SECONDS) - 1)]
+                again = _Word(word.void, time.monotonic() + delay, word.failures + 1)
+            if not word.failures:
+                action = "the other ranks wait" if again else "given up"
+                self.log.emit(events.PersistFailed(step=word.void.id.step, error=str(error), action=action))
+        with self.lock:
+            self._voids = [other for other in self._voids if other is not word] + ([again] if again else [])
+            if again is None:
+                self.outbox.append({"type": "voided", "step": word.void.id.step, "repeat": word.void.id.repeat})
+        os.eventfd_write(self.wake, 1)
 
     def after_commit(self, pending: Pending, seconds: float) -> None:
         """Tell the trainer, then make room on disk."""

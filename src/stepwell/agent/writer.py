@@ -43,7 +43,14 @@ class Writer:
         self._has_reused = False
 
     def write(
-        self, path: Path, image: memoryview, nbytes: int, arrive: Arrive = _all_there, *, reuse: bool = False
+        self,
+        path: Path,
+        image: memoryview,
+        nbytes: int,
+        arrive: Arrive = _all_there,
+        *,
+        reuse: bool = False,
+        block_bytes: int = BLOCK_BYTES,
     ) -> tuple[str, ...]:
         """Write the first `nbytes` of `image` (which holds whole pages). Returns the checksum of each block.
 
@@ -53,19 +60,29 @@ class Writer:
             self._has_reused = True
             self.tuner.search_again("files are overwritten from now on")
         try:
-            return self._write(path, image, nbytes, arrive, direct=True, reuse=reuse)
+            return self._write(path, image, nbytes, arrive, block_bytes, direct=True, reuse=reuse)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        return self._write(path, image, nbytes, arrive, direct=False)  # opened with O_DIRECT, but cannot write so
+        return self._write(
+            path, image, nbytes, arrive, block_bytes, direct=False
+        )  # opened with O_DIRECT, but cannot write so
 
     def _write(
-        self, path: Path, image: memoryview, nbytes: int, arrive: Arrive, *, direct: bool, reuse: bool = False
+        self,
+        path: Path,
+        image: memoryview,
+        nbytes: int,
+        arrive: Arrive,
+        block_bytes: int,
+        *,
+        direct: bool,
+        reuse: bool = False,
     ) -> tuple[str, ...]:
         fd = files.create(path, direct=direct, reuse=reuse)
         try:
             files.preallocate(fd, nbytes, path)
-            output = _Output(fd, path, image, nbytes, arrive)
+            output = _Output(fd, path, image, nbytes, arrive, block_bytes)
             while output.position < nbytes:
                 self._write_segment(output)
             files.truncate(fd, nbytes, path)  # the last block was whole pages, safetensors allows no trailing bytes
@@ -96,9 +113,10 @@ class Writer:
 class _Output:
     """One file being written. Its threads take unit after unit, in the order in which the bytes become final."""
 
-    def __init__(self, fd: int, path: Path, image: memoryview, nbytes: int, arrive: Arrive) -> None:
+    def __init__(self, fd: int, path: Path, image: memoryview, nbytes: int, arrive: Arrive, block_bytes: int) -> None:
         self.nbytes = nbytes
-        self.digests = [""] * block_count(nbytes, BLOCK_BYTES)
+        self.digests = [""] * block_count(nbytes, block_bytes)
+        self._block_bytes = block_bytes
         self.cache = BoundedCache(fd, path)
         self.position = 0
         self.waited = 0.0
@@ -137,20 +155,20 @@ class _Output:
             return start
 
     def _write_unit(self, start: int, end: int) -> None:
-        size = self._setting.write_bytes
-        first = start // BLOCK_BYTES
+        size, block = self._setting.write_bytes, self._block_bytes
+        first, last = start // block, block_count(end, block)
         if size < BLOCK_BYTES:
-            hasher = BlockHasher()
+            hasher = BlockHasher(block)
             for low in range(start, end, size):  # piece by piece: what was hashed is in the cache when it is written
                 high = min(low + size, end)
                 hasher.update(self._image[low:high])
                 self._put(low, high)
-            self.digests[first] = hasher.finish()[0]
+            self.digests[first:last] = hasher.finish()
         else:
-            for low in range(start, end, BLOCK_BYTES):
-                self.digests[low // BLOCK_BYTES] = block_digest(self._image[low : min(low + BLOCK_BYTES, end)])
+            for low in range(start, end, block):
+                self.digests[low // block] = block_digest(self._image[low : min(low + block, end)])
             self._put(start, end)
-        if first <= len(self.digests) // 2 < block_count(end, BLOCK_BYTES):
+        if first <= len(self.digests) // 2 < last:
             crash_point("shard.middle")
 
     def _put(self, start: int, end: int) -> None:
@@ -180,10 +198,10 @@ def copy_file(source: Path, path: Path) -> tuple[int, tuple[str, ...]]:
     return offset, tuple(digests)
 
 
-def digest_image(image: memoryview, nbytes: int) -> tuple[str, ...]:
+def digest_image(image: memoryview, nbytes: int, block_bytes: int = BLOCK_BYTES) -> tuple[str, ...]:
     """Block checksums of an image that is not written yet, by as many threads as there are cores."""
-    starts = iter(range(0, nbytes, BLOCK_BYTES))
-    digests = [""] * block_count(nbytes, BLOCK_BYTES)
+    starts = iter(range(0, nbytes, block_bytes))
+    digests = [""] * block_count(nbytes, block_bytes)
     lock = threading.Lock()
 
     def work() -> None:
@@ -192,7 +210,7 @@ def digest_image(image: memoryview, nbytes: int) -> tuple[str, ...]:
                 start = next(starts, None)
             if start is None:
                 return
-            digests[start // BLOCK_BYTES] = block_digest(image[start : min(start + BLOCK_BYTES, nbytes)])
+            digests[start // block_bytes] = block_digest(image[start : min(start + block_bytes, nbytes)])
 
     helpers = [threading.Thread(target=work, daemon=True) for _ in range(min(_cores(), len(digests)) - 1)]
     for helper in helpers:

@@ -9,7 +9,7 @@ import click
 from stepwell.bar import bar
 from stepwell.cli import wording
 from stepwell.cli.locate import Found, locate
-from stepwell.cli.output import Column, json_option, print_json, print_table
+from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
 from stepwell.interchange.compare import Change, Comparison, compare
 
 _COLUMNS = (Column("what"), Column("where"), Column("how"))
@@ -26,9 +26,9 @@ def diff(a: str, b: str, as_json: bool) -> None:
     differ.
     """
     left, right = locate(a), locate(b)
-    records = left.record(), right.record()
-    with bar("comparing", sum(leaf.end - leaf.start for leaf in records[0].leaves)) as progress:
-        found = compare((records[0], left.entry.path), (records[1], right.entry.path), progress.add)
+    wholes = left.whole(), right.whole()
+    with bar("comparing", wholes[0].tensor_bytes) as progress:
+        found = compare(*wholes, progress.add)
     if as_json:
         print_json(_document(left, right, found))
     else:
@@ -39,6 +39,11 @@ def diff(a: str, b: str, as_json: bool) -> None:
 
 def _print(left: Found, right: Found, found: Comparison) -> None:
     same = f"{wording.count(found.equal_tensors, 'tensor')} and {wording.count(found.equal_values, 'value')} equal"
+    ranks = left.manifest.world_size, right.manifest.world_size
+    if ranks[0] != ranks[1]:
+        print_wrapped(
+            f"a was written by {ranks[0]} ranks, b by {ranks[1]}: of what is a rank's own, rank 0's is compared"
+        )
     if not found.changes:
         click.echo(f"no difference: {same}")
         return

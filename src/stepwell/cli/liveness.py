@@ -1,8 +1,9 @@
 """Whether anybody still works on a run.
 
 Owns:    the judgement that `clean` and `prune` stand on.
-Holds:   in doubt a run is alive. It is dead only if its trainer is known to be gone (same boot, same container) or
-         nothing was written for two minutes (the agent touches the progress file every 15 s), and no agent listens.
+Holds:   in doubt a run is alive. It is dead only if the trainers of all ranks are known to be gone (same boot, same
+         container) or nothing was written for two minutes (agents touch the progress files every 15 s), and no agent
+         of any rank listens.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from stepwell.arena.channel import find_agents, place
+from stepwell.arena.channel import find_agents, find_ranks, place
 from stepwell.cli import wording
 from stepwell.errors import DamagedError
 from stepwell.store.lineage import read_run
@@ -28,7 +30,11 @@ _CLOCK_SLACK_SECONDS: Final = 5.0
 
 @dataclass(frozen=True)
 class Life:
-    """What is known. `why` is a clause for a person: "its trainer, process 7, is running"."""
+    """What is known. `why` is a clause for a person: "its trainer, process 7, is running".
+
+    trainer_pid:  of the first rank whose trainer runs here
+    is_here:      all ranks were last seen on this machine, in this container
+    """
 
     is_alive: bool
     why: str
@@ -36,36 +42,52 @@ class Life:
     agent_pids: tuple[int, ...]
     step: int | None
     is_here: bool
+    trainer_pids: tuple[int, ...] = ()
 
 
 def look_for_life(paths: RunPaths) -> Life:
-    """Read the progress file, the process table and the table of listening agents. Changes nothing."""
-    progress = read_progress(paths.progress)
+    """Read the progress file of each rank, the process table and that of listening agents. Changes nothing."""
+    ranks = paths.ranks()
+    found = [(rank, progress) for rank in ranks if (progress := read_progress(rank.progress)) is not None]
     agents = listening_agents(paths)
-    is_here = progress is not None and progress.is_here()
-    trainer = progress.pid if progress is not None and is_here and _is_trainer(progress, paths) else None
-    step = None if progress is None else progress.step
-    quiet = _quiet_seconds(paths)
-    if trainer is not None:
-        return Life(True, f"its trainer, process {trainer}, is running (step {step})", trainer, agents, step, True)
+    is_here = bool(found) and all(progress.is_here() for _, progress in found)
+    trainers = tuple(
+        progress.pid for rank, progress in found if progress.is_here() and _is_trainer(progress, _quiet_seconds([rank]))
+    )
+    step = max((progress.step for _, progress in found), default=None)
+    quiet = _quiet_seconds(ranks)
+    if trainers:
+        why = f"its {_processes('trainer', trainers)} running (step {step})"
+        return Life(True, why, trainers[0], agents, step, is_here, trainers)
     if agents:
         pids = ", ".join(str(pid) for pid in agents)
-        why = f"its agent, process {pids}, still holds memory for a successor"
-        return Life(True, why, None, agents, step, is_here)
+        who = (
+            f"its agent, process {pids}, still holds"
+            if len(agents) == 1
+            else f"its agents, processes {pids}, still hold"
+        )
+        return Life(True, f"{who} memory for a successor", None, agents, step, is_here)
     if not is_here and quiet < QUIET_SECONDS:
-        where = "by a process that is not known" if progress is None else "from another machine or container"
+        where = "by a process that is not known" if not found else "from another machine or container"
         why = f"written to {wording.span(quiet)} ago {where}"
         return Life(True, why, None, (), step, False)
     return Life(False, "no process works on it", None, (), step, is_here)
 
 
+def _processes(what: str, pids: tuple[int, ...]) -> str:
+    if len(pids) == 1:
+        return f"{what}, process {pids[0]}, is"
+    return f"{what}s, processes {', '.join(map(str, pids))}, are"
+
+
 def listening_agents(paths: RunPaths) -> tuple[int, ...]:
-    """Processes of agents of this run on this machine; the last part of an agent's address is its pid."""
+    """Processes of agents of this run on this machine, of all ranks; the end of an agent's address is its pid."""
     try:
-        run = read_run(paths).id
+        where = place(read_run(paths).id, paths.root)
     except DamagedError:
         return ()
-    return tuple(int(address.rpartition("/")[2]) for address in find_agents(place(run, paths.root), 0))
+    addresses = [address for rank in find_ranks(where) for address in find_agents(where, rank)]
+    return tuple(int(address.rpartition("/")[2]) for address in addresses)
 
 
 def is_process_alive(pid: int) -> bool:
@@ -80,16 +102,16 @@ def is_process_alive(pid: int) -> bool:
     return stat is None or stat[0] not in "ZX"
 
 
-def _is_trainer(progress: Progress, paths: RunPaths) -> bool:
+def _is_trainer(progress: Progress, quiet: float) -> bool:
     """Whether the process is still the one that wrote the file, not a later one with the same number.
 
     A process that began after the trainer opened the run is a later one; unless the clock was set meanwhile, which a
-    fresh file gives away.
+    fresh file (`quiet`: seconds since) gives away.
     """
     if not is_process_alive(progress.pid):
         return False
     began = _began(progress.pid)
-    return began is None or began <= progress.started + _CLOCK_SLACK_SECONDS or _quiet_seconds(paths) < QUIET_SECONDS
+    return began is None or began <= progress.started + _CLOCK_SLACK_SECONDS or quiet < QUIET_SECONDS
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -112,10 +134,11 @@ def _began(pid: int) -> float | None:
     return None
 
 
-def _quiet_seconds(paths: RunPaths) -> float:
-    """Seconds since anybody wrote to the run. A time in the future (clocks differ) counts as now."""
+def _quiet_seconds(ranks: Sequence[RunPaths]) -> float:
+    """Seconds since anybody of these ranks wrote to the run. A time in the future (clocks differ) counts as now."""
     newest = 0.0
-    for path in (paths.progress, paths.events, paths.run, paths.lineages):
-        with contextlib.suppress(OSError):
-            newest = max(newest, os.lstat(path).st_mtime)
+    for paths in ranks:
+        for path in (paths.progress, paths.events, paths.run, paths.lineages):
+            with contextlib.suppress(OSError):
+                newest = max(newest, os.lstat(path).st_mtime)
     return max(0.0, time.time() - newest)

@@ -16,8 +16,8 @@ import click
 
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.format.manifest import Manifest
-from stepwell.format.record import Record
 from stepwell.restore.plan import choose
+from stepwell.restore.whole import Whole, parts_on_disk
 from stepwell.store import catalog
 from stepwell.store.lineage import read_history
 from stepwell.store.paths import RunPaths
@@ -40,13 +40,9 @@ class Found:
         """How to name it to a person; can be given back to `locate`."""
         return str(self.entry.path)
 
-    def record(self) -> Record:
-        """The record of its one rank. Raises DamagedError, and ConfigError for a checkpoint of several ranks."""
-        if self.manifest.world_size != 1:
-            raise ConfigError(
-                f"{self.label}: written by {self.manifest.world_size} ranks; this version reads checkpoints of one"
-            )
-        return catalog.read_record(self.paths, self.manifest)
+    def whole(self) -> Whole:
+        """All its records as one. Raises DamagedError."""
+        return Whole(parts_on_disk(self.paths, self.manifest))
 
 
 def step_option(command: F) -> F:

@@ -64,6 +64,7 @@ def _document(paths: RunPaths, found: list[Surveyed], life: Life) -> dict[str, A
         "run": str(paths.root),
         "alive": life.is_alive,
         "trainer_pid": life.trainer_pid,
+        "trainer_pids": list(life.trainer_pids),
         "agent_pids": list(life.agent_pids),
         "checkpoints": [as_document(item) for item in found],
     }
@@ -80,6 +81,8 @@ def as_document(item: Surveyed) -> dict[str, Any]:
         "live": item.entry.is_live,
         "committed": item.entry.is_committed,
         "damage": item.entry.damage,
+        "void": item.entry.void,
+        "world_size": None if manifest is None else manifest.world_size,
         "nbytes": item.nbytes,
         "created": wording.stamp(item.created),
         "suspect": None if manifest is None else manifest.suspect,

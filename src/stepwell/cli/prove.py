@@ -182,7 +182,7 @@ def _headline(proof: Proof) -> str:
         )
     if proof.differences:
         first = proof.differences[0]
-        return f"{first.label} {first.text}"
+        return f"{first.path} {first.text}"
     return "the final states are equal, the logged values are not"
 
 

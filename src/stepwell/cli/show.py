@@ -13,7 +13,9 @@ from stepwell.cli.locate import Found, find_run, locate, step_option
 from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
 from stepwell.errors import DamagedError
 from stepwell.format.record import FileEntry, LeafEntry, Record
+from stepwell.interchange.merged import tree_of
 from stepwell.interchange.outline import METADATA, Node, outline, summary, value_text
+from stepwell.restore.whole import Whole, whole_leaf
 
 _COLUMNS = (Column("state"), Column("type"), Column("size", right=True), Column("role", gives_way=1))
 _FILE_COLUMNS = (Column("your files"), Column("size", right=True))
@@ -34,24 +36,26 @@ def show(run: str, step: int | None, policy: bool, as_json: bool) -> None:
         show_policy(find_run(run), as_json=as_json)
         return
     found = locate(run, step)
-    record = found.record()
-    root = outline(record.tree)
-    leaves = {leaf.name: leaf for leaf in record.leaves}
-    attached = [file for file in record.files if file.kind == "opaque"]
+    whole = found.whole()
+    root = outline(tree_of(whole))
+    leaves = {name: whole_leaf(leaf) for name, leaf in whole.leaves.items()}
+    attached = [(part.record, file) for part in whole.parts for file in part.record.files if file.kind == "opaque"]
     if as_json:
-        print_json(_document(found, record, root, leaves, attached))
+        print_json(_document(found, whole, root, leaves, attached))
         return
-    print_wrapped(_headline(found, record), indent="  ")
+    print_wrapped(_headline(found, whole), indent="  ")
     print_table(_COLUMNS, list(_rows(root, leaves)))
     if attached:
         click.echo()
-        print_table(_FILE_COLUMNS, [[_given_name(record, file), wording.size(file.nbytes)] for file in attached])
+        print_table(_FILE_COLUMNS, [[_given_name(*pair), wording.size(pair[1].nbytes)] for pair in attached])
 
 
-def _headline(found: Found, record: Record) -> str:
+def _headline(found: Found, whole: Whole) -> str:
     manifest = found.manifest
-    tensors = wording.count(len(record.leaves), "tensor")
-    text = f"{found.label}: {tensors}, {wording.size(record.nbytes)}, saved {wording.age(manifest.created)} ago"
+    tensors = wording.count(len(whole.leaves), "tensor")
+    text = f"{found.label}: {tensors}, {wording.size(whole.nbytes)}, saved {wording.age(manifest.created)} ago"
+    if not whole.is_single:
+        text += f" by {len(whole.parts)} ranks"
     if manifest.suspect is not None:
         text += f", suspect ({manifest.suspect})"
     if manifest.name is not None:
@@ -60,8 +64,9 @@ def _headline(found: Found, record: Record) -> str:
 
 
 def _given_name(record: Record, file: FileEntry) -> str:
-    """The name under which the user attached a file."""
-    return file.name.removeprefix(f"{record.owner.stem}.file.")
+    """The name under which the user attached a file, and where it is not rank 0, whose it is."""
+    name = file.name.removeprefix(f"{record.owner.stem}.file.")
+    return name if record.owner.is_leader else f"{name} (rank {record.owner.rank})"
 
 
 def _rows(root: Node, leaves: dict[str, LeafEntry]) -> Iterator[list[str]]:
@@ -100,7 +105,8 @@ def _tensor(node: Node, leaves: dict[str, LeafEntry], shown: dict[str, str], pat
         return [f"the same as {shown[leaf.name]}", "", ""]
     shown[leaf.name] = path
     kind = "numpy " if node.kind == "array" else ""
-    return [f"{kind}{leaf.dtype} {list(leaf.shape)}", wording.size(leaf.end - leaf.start), leaf.role]
+    role = f"{leaf.role}, of each rank" if leaf.private else leaf.role
+    return [f"{kind}{leaf.dtype} {list(leaf.shape)}", wording.size(leaf.end - leaf.start), role]
 
 
 def _leaf(node: Node, leaves: dict[str, LeafEntry]) -> LeafEntry:
@@ -110,9 +116,15 @@ def _leaf(node: Node, leaves: dict[str, LeafEntry]) -> LeafEntry:
 
 
 def _document(
-    found: Found, record: Record, root: Node, leaves: dict[str, LeafEntry], attached: list[FileEntry]
+    found: Found,
+    whole: Whole,
+    root: Node,
+    leaves: dict[str, LeafEntry],
+    attached: list[tuple[Record, FileEntry]],
 ) -> dict[str, Any]:
-    tensors, values = [], []
+    record = whole.record
+    tensors: list[dict[str, Any]] = []
+    values = []
     for path, node in root.walk():
         where = "/".join(path)
         if node.leaf is not None:
@@ -127,6 +139,7 @@ def _document(
                     "nbytes": leaf.end - leaf.start,
                     "role": leaf.role,
                     "device": leaf.device,
+                    **({"of_each_rank": True} if leaf.private else {}),
                 }
             )
         elif node.kind == "value" and METADATA not in path:
@@ -137,12 +150,14 @@ def _document(
         "step": record.id.step,
         "lineage": record.id.lineage,
         "created": wording.stamp(record.created),
-        "suspect": record.suspect,
-        "nbytes": record.nbytes,
+        "world_size": found.manifest.world_size,
+        "suspect": found.manifest.suspect,
+        "nbytes": whole.nbytes,
         "versions": record.versions,
         "tensors": tensors,
         "values": values,
         "files": [
-            {"name": _given_name(record, file), "stored_as": file.name, "nbytes": file.nbytes} for file in attached
+            {"name": _given_name(owner, file), "stored_as": file.name, "nbytes": file.nbytes}
+            for owner, file in attached
         ],
     }

@@ -37,10 +37,11 @@ class Surveyed:
         manifest, entry = self.manifest, self.entry
         found = []
         if not entry.is_committed:
-            found.append("uncommitted")
+            found.append("uncommitted" if entry.void is None else "void")
         if entry.damage is not None:
             found.append("damaged")
         if manifest is not None:
+            found += [f"{manifest.world_size} ranks"] if manifest.world_size > 1 else []
             found += [f"name {manifest.name}"] if manifest.name is not None else []
             found += ["suspect"] if manifest.suspect is not None else []
             found += ["finished"] if manifest.finished else ["epoch end"] if manifest.epoch_end else []

@@ -22,6 +22,7 @@ from stepwell.errors import ConfigError, DamagedError
 from stepwell.format.manifest import Lineage
 from stepwell.format.record import FileEntry
 from stepwell.restore.read import FileSource, read_file
+from stepwell.restore.whole import Part, Whole, check_cover
 from stepwell.store import catalog, files
 from stepwell.store.lineage import read_history, read_run
 from stepwell.store.paths import RunPaths
@@ -100,18 +101,28 @@ def _check(paths: RunPaths, entry: catalog.Entry, known: dict[_Key, str | None],
     manifest = entry.manifest
     if manifest is None:
         return Verdict(entry.id, 0, [entry.damage or "no manifest"])
-    damage = []
+    damage, records = [], []
     for rank in range(manifest.world_size):
         try:
             record = catalog.read_record(paths, manifest, rank)
         except DamagedError as error:
             damage.append(str(error))
             continue
+        records.append(record)
         for file in record.files:
             problem = _check_file(paths, entry, file, known, add)
             if problem is not None:
                 damage.append(problem)
+    if len(records) == manifest.world_size:
+        try:
+            check_cover(Whole([Part(record, _no_source) for record in records]))
+        except DamagedError as error:
+            damage.append(f"{entry.path}: {error}")
     return Verdict(entry.id, manifest.nbytes, damage)
+
+
+def _no_source(file: FileEntry) -> FileSource:
+    raise AssertionError(f"{file.name}: the records alone are looked at")
 
 
 def _check_file(

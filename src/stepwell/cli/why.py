@@ -65,20 +65,27 @@ def newest_in_memory(paths: RunPaths, life: Life, *, step: int | None, before: i
     """
     if not life.agent_pids:
         return None
-    history, snapshots, suspects = read_history(paths), [], set()
-    for event in read_events(paths.events):
-        lineage, at = event.get("lineage"), event.get("step")
-        if not isinstance(lineage, int) or not isinstance(at, int):
-            continue
-        id = CheckpointId(at, 0, lineage)
-        if event["kind"] == "suspect":
-            suspects.add(id)
-        elif event["kind"] == "snapshot" and history.is_live(id):
-            snapshots.append(id)
-    wanted = [id for id in snapshots[-1:] if (step is None or id.step == step) and (before is None or id.step < before)]
-    if not wanted:
+    history, suspects = read_history(paths), set()
+    newest: dict[int, CheckpointId] = {}
+    for rank in paths.ranks():
+        for event in read_events(rank.events):
+            lineage, at = event.get("lineage"), event.get("step")
+            if not isinstance(lineage, int) or not isinstance(at, int):
+                continue
+            id = CheckpointId(at, 0, lineage)
+            if event["kind"] == "suspect":
+                suspects.add(id)
+            elif event["kind"] == "snapshot" and history.is_live(id):
+                newest[rank.rank] = id
+    # Ranks that have no agent here, or took no snapshot since the newest start, are of an earlier, larger world.
+    last = max((id.lineage for id in newest.values()), default=0)
+    held = [id for id in newest.values() if id.lineage == last]
+    if not held or len(held) > len(life.agent_pids):
+        return None  # a restart takes it from memory only if the parts of all ranks are there
+    id = min(held)
+    if (step is not None and id.step != step) or (before is not None and id.step >= before):
         return None
-    return InMemory(step=wanted[0].step, agent_pid=life.agent_pids[-1], is_suspect=wanted[0] in suspects)
+    return InMemory(step=id.step, agent_pid=life.agent_pids[-1], is_suspect=id in suspects)
 
 
 def _is_preferred(memory: InMemory, choices: Sequence[Choice]) -> bool:

@@ -181,18 +181,19 @@ class Batches:
         if self._is_exhausted:  # a loop without ckpt.epochs(): the next round is the next epoch
             self._start = self.following()
             self._end, self.at, self._is_exhausted = self.at, self._start, False
-        batches = self._source.open(self.at)
+        batches, after, note = self._source.open(self.at), self._source.after, self._unused.append
+        on_request, on_delivered = self._on_request, self._on_delivered
         while True:
-            self._on_request()
+            on_request()
             try:
                 batch = next(batches)
             except StopIteration:
                 self._is_exhausted = True
                 return
             except Exception:
-                self._on_request()  # workers may have died of the signal that tells us to leave: leave, then
+                on_request()  # workers may have died of the signal that tells us to leave: leave, then
                 raise
-            self.at = self._source.after(self.at)
-            self._unused.append(self.at)
-            self._on_delivered()
+            self.at = after(self.at)
+            note(self.at)
+            on_delivered()
             yield batch

@@ -1,8 +1,8 @@
 """The order of an epoch as a function: which sample comes at which position, for any number of samples, without a list.
 
 Owns:    the order `ORDER`: a keyed bijection of [0, count), computed at any position, in both directions.
-Holds:   the same (seed, epoch, count) gives the same order on every machine and with every library: whole numbers that
-         never overflow, keys from blake2b. A position in the middle costs what the first one costs.
+Holds:   the same (seed, epoch, count) gives the same order on every machine and with every library: whole numbers
+         modulo 2**32, keys from blake2b. A position in the middle costs what the first one costs.
 
 Many samples: a Feistel network of six rounds on an a x b grid that is hardly larger than the count; what falls outside
 is sent through again. Few samples (where such networks are poor): sorted by a keyed hash.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -25,11 +24,12 @@ MOST: Final = 1 << 60
 _SORTED: Final = 1 << 16
 _ROUNDS: Final = 6
 _LOW: Final = (1 << 32) - 1
+_UPPER: Final = (1 << 17) - 1
+"""What a shift by 15 leaves of 32 bits, whatever their sign."""
 _FACTORS: Final = (0x7FEB352D, 0x5851F42D, 0x4C957F2D)
-"""Odd and below 2**31: times a number below 2**32 they stay below 2**63."""
+"""Odd and below 2**31."""
 
 _Key = tuple[int, ...]
-_Turn = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Permutation:
@@ -52,21 +52,37 @@ class Permutation:
         """The samples at these positions (int64, each in [0, count))."""
         if self._sorted is not None:
             return self._sorted[positions]
-        return self._walk(positions, self._forth)
+        values = self._forth(positions)
+        for place in (values >= self.count).nonzero().reshape(-1).tolist():  # a few: one by one is faster than again
+            value = int(values[place])
+            while value >= self.count:
+                value = self._step(value)
+            values[place] = value
+        return values
 
     def find(self, samples: torch.Tensor) -> torch.Tensor:
         """The positions of these samples: the inverse of `at`."""
         if self._sorted is None:
-            return self._walk(samples, self._back)
+            return self._walk_back(samples)
         if self._inverse is None:
             self._inverse = torch.argsort(self._sorted)
         return self._inverse[samples]
 
-    def _walk(self, values: torch.Tensor, turn: _Turn) -> torch.Tensor:
-        values = turn(values)
+    def _step(self, value: int) -> int:
+        """`_forth` of one number."""
+        x, y = divmod(value, self._b)
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                y = (_mix_one(x, key) + y) % self._b
+            else:
+                x = (_mix_one(y, key) + x) % self._a
+        return x * self._b + y
+
+    def _walk_back(self, values: torch.Tensor) -> torch.Tensor:
+        values = self._back(values)
         outside = values >= self.count
         while bool(outside.any()):
-            values[outside] = turn(values[outside])
+            values[outside] = self._back(values[outside])
             outside = values >= self.count
         return values
 
@@ -90,21 +106,37 @@ class Permutation:
 
 
 def _key(seed: int, epoch: int, count: int, number: int) -> _Key:
-    """Hashed, so that neighbouring seeds and epochs share nothing: eight numbers of 32 bits."""
+    """Hashed, so that neighbouring seeds and epochs share nothing: eight numbers of 32 bits, the highest their sign."""
     text = f"stepwell.order/{ORDER}:{seed}:{epoch}:{count}:{number}".encode()
     digest = hashlib.blake2b(text, digest_size=32).digest()
-    return tuple(int.from_bytes(digest[at : at + 4], "little") for at in range(0, 32, 4))
+    return tuple(int.from_bytes(digest[at : at + 4], "little", signed=True) for at in range(0, 32, 4))
 
 
 def _mix(values: torch.Tensor, key: _Key) -> torch.Tensor:
-    """61 bits for each value, which is below 2**32."""
-    return _scramble(values, key[:4]).bitwise_left_shift_(29).bitwise_xor_(_scramble(values, key[4:]))
+    """61 bits for each value, which is below 2**31."""
+    small = values.to(torch.int32)
+    return _scramble(small, key[:4]).bitwise_left_shift_(29).bitwise_xor_(_scramble(small, key[4:]))
+
+
+def _mix_one(value: int, key: _Key) -> int:
+    """`_mix` of one number."""
+    halves = []
+    for part in (key[:4], key[4:]):
+        half = (value ^ part[0]) & _LOW
+        for word, factor in zip(part[1:], _FACTORS, strict=True):
+            half = (half * factor) & _LOW
+            half ^= (half >> 15) ^ (word & _LOW)
+        halves.append(half)
+    return halves[0] << 29 ^ halves[1]
 
 
 def _scramble(values: torch.Tensor, key: _Key) -> torch.Tensor:
-    """32 bits for each value: multiplied and folded three times, with a part of the key before each."""
-    values = values ^ key[0]  # a copy, which the rest changes in place: half the time of making new ones
+    """32 bits for each value: multiplied and folded three times, with a part of the key before each.
+
+    Numbers of 32 bits that wrap around: a machine does eight of them at once, and half as many bytes are moved.
+    """
+    values = values ^ key[0]  # a copy, which the rest changes in place
     for part, factor in zip(key[1:], _FACTORS, strict=True):
-        values.mul_(factor).bitwise_and_(_LOW)
-        values.bitwise_xor_(values >> 15).bitwise_xor_(part)
-    return values
+        values.mul_(factor)
+        values.bitwise_xor_((values >> 15).bitwise_and_(_UPPER)).bitwise_xor_(part)
+    return values.to(torch.int64).bitwise_and_(_LOW)

@@ -107,13 +107,15 @@ class Plain(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         (epoch, _, at), cut, length = self._at, self._cut, len(self._samples)
         inside, order = max(0, length - at) // cut.whole, self._order(epoch)
+        size, is_plain = cut.size, self._batched and not self._keyed
         first, count = 0, 1
         while first < inside:
             count = min(count, inside - first)
             starts = torch.arange(first, first + count) * cut.whole + (at + cut.rank * cut.size)
             numbers = order((starts[:, None] + torch.arange(cut.size)).reshape(-1)).tolist()
-            for begin in range(0, count * cut.size, cut.size):
-                yield self._made(numbers[begin : begin + cut.size], epoch)
+            for begin in range(0, count * size, size):
+                batch = numbers[begin : begin + size]
+                yield batch if is_plain else self._made(batch, epoch)
             first, count = first + count, max(1, min(16 * count, _AT_ONCE // cut.size))
         if cut.left(self._at, length) > inside:
             yield self._last(cut.positions(at + inside * cut.whole, length), length)

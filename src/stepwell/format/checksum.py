@@ -11,6 +11,8 @@ import xxhash
 
 BLOCK_BYTES: Final = 4 << 20
 """How many bytes of a file share one checksum; also the unit of reading and writing."""
+PART_BYTES: Final = 1 << 20
+"""The same for the file of one of many ranks: another number of ranks reads parts of it, and each part whole blocks."""
 
 
 def block_digest(data: bytes | bytearray | memoryview) -> str:
@@ -26,7 +28,8 @@ def document_digest(data: bytes) -> str:
 class BlockHasher:
     """Checksums of the blocks of a file that comes in pieces of any size."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
         self._digests: list[str] = []
         self._hash = xxhash.xxh3_64()
         self._filled = 0
@@ -34,10 +37,10 @@ class BlockHasher:
     def update(self, data: memoryview) -> None:
         """The next bytes of the file."""
         while data:
-            piece = data[: BLOCK_BYTES - self._filled]
+            piece = data[: self._block_bytes - self._filled]
             self._hash.update(piece)
             self._filled += len(piece)
-            if self._filled == BLOCK_BYTES:
+            if self._filled == self._block_bytes:
                 self._end_block()
             data = data[len(piece) :]
 

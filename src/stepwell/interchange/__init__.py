@@ -1,5 +1,6 @@
-"""Checkpoints for other tools: what the tree of a record says, and files that stock safetensors and torch open.
+"""Checkpoints for other tools, of one rank or of many: files and folders that stock libraries open.
 
-`outline` reads the tree without torch, `safetensors_file` and `torch_file` are the two things a checkpoint can be
-exported to, `plain` makes a state readable for `torch.load(weights_only=True)`.
+`reading` puts whole tensors together from the records of all ranks, `outline` reads the tree without torch, `compare`
+holds two checkpoints side by side. A checkpoint can be exported to `safetensors_file`, `torch_file` (`plain` makes a
+state readable for `torch.load(weights_only=True)`), `hf_folder` and `dcp_folder`; `dcp_state` has it under DCP's keys.
 """

@@ -1,29 +1,28 @@
 """Two checkpoints side by side: what is only in one, what changed its shape or type, and which bytes differ.
 
-Owns:    matching by path in the state, reading both in step, a few blocks of memory.
+Owns:    matching by path in the state, reading both in step, a few blocks of memory of each rank.
 Holds:   every byte that is compared was checked against its checksum; equal means equal bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from stepwell.errors import DamagedError
 from stepwell.format import dtypes, tree
-from stepwell.format.record import LeafEntry, Record
+from stepwell.format.box import Box
+from stepwell.format.record import LeafEntry
+from stepwell.interchange.merged import tree_of
 from stepwell.interchange.numbers import Distance, distance
 from stepwell.interchange.outline import Node, outline, value_text
-from stepwell.interchange.reading import OnBytes
-from stepwell.restore.read import FileSource, read_file
+from stepwell.interchange.reading import OnBytes, Tensors
+from stepwell.restore.whole import Whole
 
 _CHUNK_BYTES: Final = 1 << 20
-Known = dict[tuple[str, str], Distance]
-"""How far two leaves are apart, by their names."""
 _MOST_POSITIONS: Final = 4
 """More positions of one sequence that differ are told as a number."""
 
@@ -49,79 +48,29 @@ class Comparison:
     equal_values: int
 
 
-class Reader(Protocol):
-    """One side of a comparison: a record, its leaves by name, and their bytes."""
+def compare(a: Whole, b: Whole, on_bytes: OnBytes | None = None) -> Comparison:
+    """Compare two checkpoints, whatever the ranks that wrote them. Raises DamagedError.
 
-    record: Record
-    entries: dict[str, LeafEntry]
-
-    def read(self, leaf: LeafEntry, offset: int, nbytes: int) -> bytes:
-        """Bytes [offset, offset + nbytes) of a leaf. Raises DamagedError."""
-        ...
-
-    def close(self) -> None:
-        """Close the files."""
-        ...
-
-
-class BlockReader:
-    """Verified bytes of leaves on demand. Keeps the last block of each file."""
-
-    def __init__(self, record: Record, directory: Path) -> None:
-        self.record = self._record = record
-        self.entries = {leaf.name: leaf for leaf in record.leaves}
-        self._directory = directory
-        self._sources: dict[int, FileSource] = {}
-        self._blocks: dict[int, tuple[int, bytearray]] = {}
-
-    def read(self, leaf: LeafEntry, offset: int, nbytes: int) -> bytes:
-        """Bytes [offset, offset + nbytes) of a leaf. Raises DamagedError."""
-        block_bytes = self._record.files[leaf.file].block_bytes
-        position, parts = leaf.start + offset, []
-        while nbytes:
-            number, inside = divmod(position, block_bytes)
-            part = bytes(memoryview(self._block(leaf, number))[inside : inside + nbytes])
-            parts.append(part)
-            position, nbytes = position + len(part), nbytes - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _block(self, leaf: LeafEntry, number: int) -> bytearray:
-        held = self._blocks.get(leaf.file)
-        if held is not None and held[0] == number:
-            return held[1]
-        file = self._record.files[leaf.file]
-        if leaf.file not in self._sources:
-            self._sources[leaf.file] = FileSource(self._directory / file.name)
-        start = number * file.block_bytes
-        end = min(start + file.block_bytes, file.nbytes)
-        block = bytearray(end - start)
-
-        def deliver(_: LeafEntry, offset: int, data: memoryview) -> None:
-            block[offset : offset + len(data)] = data
-
-        whole = replace(leaf, start=start, end=end)  # a leaf that is exactly this block
-        read_file(self._sources[leaf.file], file, [whole], deliver, check_all=False)
-        self._blocks[leaf.file] = (number, block)
-        return block
-
-    def close(self) -> None:
-        """Close the files."""
-        for source in self._sources.values():
-            source.close()
+    What each rank has of its own is compared rank by rank if both were written by as many; else that of rank 0.
+    """
+    found = _compare(a, b, on_bytes)
+    changes, values, tensors = list(found.changes), found.equal_values, found.equal_tensors
+    if len(a.parts) == len(b.parts):
+        for rank in range(1, len(a.parts)):
+            more = _compare(Whole(a.parts, rank), Whole(b.parts, rank), on_bytes, only_own=True)
+            # What rank 0 has told already is the same difference, not another one.
+            new = [change for change in more.changes if change not in found.changes]
+            changes += [replace(change, path=f"{change.path} (rank {rank})") for change in new]
+            tensors += more.equal_tensors
+    return Comparison(changes + list(_file_changes(a, b)), tensors, values)
 
 
-def compare(a: tuple[Record, Path], b: tuple[Record, Path], on_bytes: OnBytes | None = None) -> Comparison:
-    """Compare two checkpoints, each given by its record and its directory. Raises DamagedError."""
-    with contextlib.closing(BlockReader(*a)) as left, contextlib.closing(BlockReader(*b)) as right:
-        return compare_readers(left, right, on_bytes)
-
-
-def compare_readers(a: Reader, b: Reader, on_bytes: OnBytes | None = None, known: Known | None = None) -> Comparison:
-    """Compare two sides. `known`: leaves whose bytes were compared before; new ones are added."""
-    nodes_a, nodes_b = (dict(outline(side.record.tree).walk()) for side in (a, b))
+def _compare(a: Whole, b: Whole, on_bytes: OnBytes | None, *, only_own: bool = False) -> Comparison:
+    """`only_own`: of tensors those that are the rank's own on both sides."""
+    trees = [side.record.tree if only_own else tree_of(side) for side in (a, b)]
+    nodes_a, nodes_b = (dict(outline(encoded).walk()) for encoded in trees)
     changes: list[Change] = []
     pairs: list[tuple[tree.Path, LeafEntry, LeafEntry]] = []
-    entries_a, entries_b = a.entries, b.entries
     ties_a, ties_b = _ties(nodes_a), _ties(nodes_b)
     equal_values = 0
     for path in [*nodes_a, *(path for path in nodes_b if path not in nodes_a)]:
@@ -131,7 +80,9 @@ def compare_readers(a: Reader, b: Reader, on_bytes: OnBytes | None = None, known
         elif x.kind != y.kind:
             changes.append(Change("kind", tree.show(path), x.kind, y.kind))
         elif x.leaf is not None and y.leaf is not None:
-            pair = (path, _entry(entries_a, x.leaf), _entry(entries_b, y.leaf))
+            pair = (path, _entry(a, x.leaf), _entry(b, y.leaf))
+            if only_own and not (pair[1].private and pair[2].private):
+                continue
             found = _shape_changes(*pair, x, y)
             if ties_a[path] != ties_b[path]:
                 found.append(Change("tied", tree.show(path), _tie(ties_a[path]), _tie(ties_b[path])))
@@ -146,15 +97,14 @@ def compare_readers(a: Reader, b: Reader, on_bytes: OnBytes | None = None, known
             else:
                 changes.append(Change("value", tree.show(path), value_text(x.value), value_text(y.value)))
     changes = list(_fold(changes, nodes_a))
-    different = list(_byte_changes(pairs, a, b, on_bytes, {} if known is None else known))
-    files = list(_file_changes(a.record, b.record))
-    return Comparison(changes + different + files, len(pairs) - len(different), equal_values)
+    different = list(_byte_changes(pairs, a, b, on_bytes))
+    return Comparison(changes + different, len(pairs) - len(different), equal_values)
 
 
-def _entry(entries: dict[str, LeafEntry], name: str) -> LeafEntry:
-    if name not in entries:
+def _entry(whole: Whole, name: str) -> LeafEntry:
+    if name not in whole.leaves:
         raise DamagedError(f"the record lacks leaf {name!r}", leaf=name)
-    return entries[name]
+    return whole.leaves[name]
 
 
 def _ties(nodes: dict[tree.Path, Node]) -> dict[tree.Path, tree.Path | None]:
@@ -195,8 +145,8 @@ def _shape_changes(path: tree.Path, a: LeafEntry, b: LeafEntry, x: Node, y: Node
     where = tree.show(path)
     if a.dtype != b.dtype:
         found.append(Change("dtype", where, a.dtype, b.dtype))
-    if a.shape != b.shape:
-        found.append(Change("shape", where, str(list(a.shape)), str(list(b.shape))))
+    if a.global_shape != b.global_shape:
+        found.append(Change("shape", where, str(list(a.global_shape)), str(list(b.global_shape))))
     if x.value != y.value:
         found.append(Change("kind", where, str(x.value), str(y.value)))
     return found
@@ -222,36 +172,56 @@ def _fold(changes: list[Change], nodes: dict[tree.Path, Node]) -> Iterator[Chang
 
 
 def _byte_changes(
-    pairs: list[tuple[tree.Path, LeafEntry, LeafEntry]],
-    a: Reader,
-    b: Reader,
-    on_bytes: OnBytes | None,
-    known: Known,
+    pairs: list[tuple[tree.Path, LeafEntry, LeafEntry]], a: Whole, b: Whole, on_bytes: OnBytes | None
 ) -> Iterator[Change]:
     """Read both sides in the order of `a`'s files. A pair of leaves that several paths share is read once."""
-    for path, x, y in sorted(pairs, key=lambda pair: (pair[1].file, pair[1].start)):
-        key = (x.name, y.name)
-        if key not in known:
-            known[key] = _leaf_distance(a, b, x, y, on_bytes)
-        if known[key].different:
-            elements = dtypes.element_count(x.shape)
-            yield Change("bytes", tree.show(path), elements=elements, distance=known[key])
+    known: dict[tuple[str, str], Distance] = {}
+    with ExitStack() as stack:
+        sides = [Tensors(side) for side in (a, b)]
+        for side in sides:
+            stack.callback(side.close)
+        for path, x, y in sorted(pairs, key=lambda pair: (pair[1].file, pair[1].start)):
+            key = (x.name, y.name)
+            if key not in known:
+                known[key] = _leaf_distance(sides, x, y, on_bytes)
+            if known[key].different:
+                elements = dtypes.element_count(x.global_shape)
+                yield Change("bytes", tree.show(path), elements=elements, distance=known[key])
 
 
-def _leaf_distance(a: Reader, b: Reader, x: LeafEntry, y: LeafEntry, on_bytes: OnBytes | None) -> Distance:
-    found, size = Distance(), x.end - x.start
-    for offset in range(0, size, _CHUNK_BYTES):
-        nbytes = min(_CHUNK_BYTES, size - offset)
-        left, right = a.read(x, offset, nbytes), b.read(y, offset, nbytes)
+def _leaf_distance(sides: list[Tensors], x: LeafEntry, y: LeafEntry, on_bytes: OnBytes | None) -> Distance:
+    found = Distance()
+    for box in _chunks(x.global_shape, _CHUNK_BYTES // dtypes.itemsize(x.dtype)):
+        left, right = bytes(sides[0].read(x.name, box)), bytes(sides[1].read(y.name, box))
         found += distance(x.dtype, left, right)
         if on_bytes is not None:
-            on_bytes(nbytes)
+            on_bytes(len(left))
     return found
 
 
-def _file_changes(a: Record, b: Record) -> Iterator[Change]:
+def _chunks(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Boxes of at most so many elements, one after the other as the elements lie, that make up a tensor."""
+    if dtypes.element_count(shape) <= most:
+        yield Box.whole(shape)
+        return
+    inner = dtypes.element_count(shape[1:])
+    if inner > most:
+        for row in range(shape[0]):
+            for box in _chunks(shape[1:], most):
+                yield Box((row, *box.offsets), (1, *box.shape))
+        return
+    step = most // inner
+    for first in range(0, shape[0], step):
+        last = min(first + step, shape[0])
+        yield Box.whole(shape).rows(first, last)
+
+
+def _file_changes(a: Whole, b: Whole) -> Iterator[Change]:
     """Files that the user attached, by their checksums."""
-    left, right = ({file.name: file for file in side.files if file.kind == "opaque"} for side in (a, b))
+    left, right = (
+        {file.name: file for part in side.parts for file in part.record.files if file.kind == "opaque"}
+        for side in (a, b)
+    )
     for name in sorted(left.keys() | right.keys()):
         x, y = left.get(name), right.get(name)
         if x is None or y is None:

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from stepwell.errors import ConfigError, DamagedError, StepwellError
+from stepwell.errors import DamagedError, StepwellError
 from stepwell.format import tree
-from stepwell.format.record import Record
 
 METADATA: Final = "(metadata)"
 """Key under which a module's own notes on its state dict appear; nothing a person named."""
@@ -95,17 +94,6 @@ def damage_if_malformed() -> Iterator[None]:
         raise DamagedError("the tree of values is nested too deeply") from None
     except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
         raise DamagedError(f"the tree of values is not valid: {error}") from error
-
-
-def part(record: Record, only: str | None) -> Any:
-    """The typed tree of a record, or of one tracked object in it. Raises ConfigError naming those there are."""
-    if not isinstance(record.tree, dict):
-        raise DamagedError(f"{record.id}: the tree of values is no object")
-    if only is None:
-        return record.tree
-    if only not in record.tree:
-        raise ConfigError(f"{record.id} holds no {only!r}; it holds {', '.join(record.tree)}", found=only)
-    return record.tree[only]
 
 
 def _node(value: Any, depth: int) -> Node:

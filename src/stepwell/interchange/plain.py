@@ -15,6 +15,7 @@ from stepwell.interchange.outline import damage_if_malformed, key_text, numpy_sc
 
 _COMPLEX: Final = {"<c8": "complex64", "<c16": "complex128"}
 _PLAIN_NUMPY: Final = {"<f2", "<f4", "<f8", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8", "|i1", "|u1", "|b1"}
+_MOST_NAMED: Final = 3
 _LONGEST_INT: Final = 2 * 250
 """Hex digits of the largest whole number that the stock loader reads: 255 bytes, less sign and prefix."""
 
@@ -35,11 +36,12 @@ class Plain:
     encoded: Any = None
     arrays: dict[str, ArrayLeaf] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
+    keeps_arrays: bool = False
 
 
-def simplify(encoded: Any) -> Plain:
-    """Rewrite a typed tree. Raises DamagedError if it is not of its form."""
-    plain = Plain()
+def simplify(encoded: Any, *, keep_arrays: bool = False) -> Plain:
+    """Rewrite a typed tree. Raises DamagedError if it is not of its form. `keep_arrays`: numpy's stay as they are."""
+    plain = Plain(keeps_arrays=keep_arrays)
     with damage_if_malformed():
         plain.encoded = _simplify(encoded, (), plain)
     return plain
@@ -99,9 +101,21 @@ def _simplify(value: Any, path: tree.Path, plain: Plain, *, is_key: bool = False
         return became("str", payload)
     if tag == "$bytes" and not payload:  # the one bytes object that the stock loader refuses
         return became("str", "") if is_key else became("bytearray", {"$bytearray": ""})
-    if tag == "$ndarray":
+    if tag == "$ndarray" and not plain.keeps_arrays:
         return became("tensor", _array(payload, plain))
     return value
+
+
+def change_notes(plain: Plain) -> list[str]:
+    """What a person has to know of the changes."""
+    if not plain.changes:
+        return []
+    some = ", ".join(plain.changes[:_MOST_NAMED])
+    more = len(plain.changes) - _MOST_NAMED
+    return [
+        "written in plainer types, so that torch.load(weights_only=True) reads them: "
+        + (f"{some} and {more} more" if more > 0 else some)
+    ]
 
 
 def _nothing(value: Any, path: tree.Path) -> Any:

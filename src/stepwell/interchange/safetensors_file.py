@@ -14,9 +14,11 @@ from pathlib import Path
 
 from stepwell.format import dtypes, shard
 from stepwell.format.record import LeafEntry, Record
+from stepwell.interchange.merged import part
 from stepwell.interchange.newfile import Written, new_file
-from stepwell.interchange.outline import METADATA, Node, outline, part
-from stepwell.interchange.reading import OnBytes, deliver_leaves, entries_of
+from stepwell.interchange.outline import METADATA, Node, outline
+from stepwell.interchange.reading import OnBytes, deliver_leaves, entries_of, own_notes
+from stepwell.restore.whole import Whole
 from stepwell.store import files
 
 
@@ -28,13 +30,13 @@ class Names:
     tied: dict[str, str]
 
 
-def choose_names(root: Node, only: str | None) -> Names:
+def choose_names(root: Node, only: str | None, separator: str = "/") -> Names:
     """A name for every tensor: its path, without the tracked object's own name if only that one is exported."""
     kept: dict[str, str] = {}
     tied: dict[str, str] = {}
     taken = {"__metadata__"}
     for path, leaf in root.leaves():
-        name = base = "/".join(path) or only or leaf
+        name = base = separator.join(path) or only or leaf
         number = 1
         while name in taken:  # the keys 1 and "1" of one dict
             number += 1
@@ -48,32 +50,45 @@ def choose_names(root: Node, only: str | None) -> Names:
 
 
 def write_safetensors(
-    record: Record, directory: Path, out: Path, *, only: str | None, force: bool, on_bytes: OnBytes | None = None
+    whole: Whole, out: Path, *, only: str | None, force: bool, on_bytes: OnBytes | None = None
 ) -> Written:
     """Export a checkpoint, or one tracked object of it. Raises DamagedError and leaves no file if a byte is wrong."""
-    root = outline(part(record, only))
+    root = outline(part(whole, only))
     names = choose_names(root, only)
-    entries = entries_of(record, set(names.kept))
-    specs = [shard.LeafSpec(names.kept[entry.name], entry.dtype, entry.shape) for entry in entries]
-    layout = shard.lay_out(specs, _metadata(record, only, names, entries))
-    starts = {placed.spec.name: placed.start for placed in layout.placements}
+    entries = entries_of(whole, set(names.kept))
     with new_file(out, force=force) as temporary:
-        fd = files.create(temporary)
-        try:
-            files.preallocate(fd, layout.nbytes, temporary)
-            files.write_at(fd, memoryview(layout.header), 0, temporary)
-            os.ftruncate(fd, layout.nbytes)  # an empty last tensor ends the file where nothing is written
-
-            def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:
-                files.write_at(fd, data, starts[names.kept[leaf.name]] + offset, temporary)
-
-            deliver_leaves(record, directory, set(names.kept), deliver, on_bytes)
-        finally:
-            os.close(fd)
-    return Written(layout.nbytes, len(specs), _notes(root, names, entries))
+        nbytes = fill_file(temporary, whole, names, entries, metadata_of(whole.record, only, names, entries), on_bytes)
+    return Written(nbytes, len(entries), [*_notes(root, names, entries), *own_notes(whole, set(names.kept))])
 
 
-def _metadata(record: Record, only: str | None, names: Names, entries: list[LeafEntry]) -> dict[str, str]:
+def fill_file(
+    path: Path,
+    whole: Whole,
+    names: Names,
+    entries: list[LeafEntry],
+    metadata: dict[str, str],
+    on_bytes: OnBytes | None,
+) -> int:
+    """Write these leaves to a new file. Returns its size. It is not synced."""
+    specs = [shard.LeafSpec(names.kept[entry.name], entry.dtype, entry.shape) for entry in entries]
+    layout = shard.lay_out(specs, metadata)
+    starts = {placed.spec.name: placed.start for placed in layout.placements}
+    fd = files.create(path)
+    try:
+        files.preallocate(fd, layout.nbytes, path)
+        files.write_at(fd, memoryview(layout.header), 0, path)
+        os.ftruncate(fd, layout.nbytes)  # an empty last tensor ends the file where nothing is written
+
+        def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:
+            files.write_at(fd, data, starts[names.kept[leaf.name]] + offset, path)
+
+        deliver_leaves(whole, {entry.name for entry in entries}, deliver, on_bytes)
+    finally:
+        os.close(fd)
+    return layout.nbytes
+
+
+def metadata_of(record: Record, only: str | None, names: Names, entries: list[LeafEntry]) -> dict[str, str]:
     as_bytes = {
         names.kept[entry.name]: {"dtype": entry.dtype, "shape": list(entry.shape)}
         for entry in entries
@@ -90,6 +105,15 @@ def _metadata(record: Record, only: str | None, names: Names, entries: list[Leaf
 
 
 def _notes(root: Node, names: Names, entries: list[LeafEntry]) -> list[str]:
+    notes = tensor_notes(names, entries)
+    values = [path for path, node in root.walk() if node.kind == "value" and METADATA not in path]
+    if values:
+        notes.append(f"plain values are left out ({len(values)}); --format torch keeps them")
+    return notes
+
+
+def tensor_notes(names: Names, entries: list[LeafEntry]) -> list[str]:
+    """What safetensors cannot hold as it was."""
     notes = []
     if names.tied:
         some = ", ".join(f"{name} = {kept}" for name, kept in list(names.tied.items())[:3])
@@ -100,7 +124,4 @@ def _notes(root: Node, names: Names, entries: list[LeafEntry]) -> list[str]:
     odd = sorted({entry.dtype for entry in entries if entry.dtype not in dtypes.NATIVE})
     if odd:
         notes.append(f"safetensors has no {', '.join(odd)}: stored as bytes, type and shape are in the metadata")
-    values = [path for path, node in root.walk() if node.kind == "value" and METADATA not in path]
-    if values:
-        notes.append(f"plain values are left out ({len(values)}); --format torch keeps them")
     return notes

@@ -11,24 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepwell.errors import ConfigError
-from stepwell.format.record import LeafEntry, Record
+from stepwell.format.record import LeafEntry
+from stepwell.interchange.merged import part
 from stepwell.interchange.newfile import Written, check_target, new_file
-from stepwell.interchange.outline import outline, part
-from stepwell.interchange.plain import Plain, simplify
-from stepwell.interchange.reading import OnBytes, deliver_leaves, entries_of
+from stepwell.interchange.outline import outline
+from stepwell.interchange.plain import Plain, change_notes, simplify
+from stepwell.interchange.reading import OnBytes, deliver_leaves, entries_of, own_notes
+from stepwell.restore.whole import Whole
 
 if TYPE_CHECKING:
     import torch
 
-_MOST_NAMED = 3
 
-
-def write_torch(
-    record: Record, directory: Path, out: Path, *, only: str | None, force: bool, on_bytes: OnBytes | None = None
-) -> Written:
+def write_torch(whole: Whole, out: Path, *, only: str | None, force: bool, on_bytes: OnBytes | None = None) -> Written:
     """Export a checkpoint, or one tracked object of it. Raises DamagedError and leaves no file if a byte is wrong."""
     check_target(out, force=force)
-    encoded = part(record, only)
+    encoded = part(whole, only)
     wanted = {leaf for _, leaf in outline(encoded).leaves()}
     plain = simplify(encoded)
     try:
@@ -39,38 +37,37 @@ def write_torch(
         ) from None
     from stepwell.state.flatten import unflatten
 
-    tensors = _read_tensors(record, directory, wanted, on_bytes)
+    tensors = _read_tensors(whole, wanted, on_bytes)
     _add_arrays(plain, tensors)
     state = unflatten(plain.encoded, tensors.__getitem__)
     with new_file(out, force=force) as temporary:
         torch.save(state, temporary)
-    return Written(out.stat().st_size, len(wanted), _notes(plain))
+    return Written(out.stat().st_size, len(wanted), [*change_notes(plain), *own_notes(whole, wanted)])
 
 
-def _read_tensors(
-    record: Record, directory: Path, wanted: set[str], on_bytes: OnBytes | None
-) -> dict[str, torch.Tensor]:
+def _read_tensors(whole: Whole, wanted: set[str], on_bytes: OnBytes | None) -> dict[str, torch.Tensor]:
     """Verified leaves as tensors in host memory."""
-    import torch
-
-    from stepwell.state.flatten import dtype_from
-
-    entries = entries_of(record, wanted)
+    entries = entries_of(whole, wanted)
     buffers = {entry.name: bytearray(entry.end - entry.start) for entry in entries}
 
     def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:
         with memoryview(buffers[leaf.name]) as view:
             view[offset : offset + len(data)] = data
 
-    deliver_leaves(record, directory, wanted, deliver, on_bytes)
-    tensors = {}
-    for entry in entries:
-        buffer, dtype = buffers[entry.name], dtype_from(entry.dtype)
-        if buffer:
-            tensors[entry.name] = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(entry.shape)
-        else:
-            tensors[entry.name] = torch.empty(entry.shape, dtype=dtype)
-    return tensors
+    deliver_leaves(whole, wanted, deliver, on_bytes)
+    return {entry.name: as_tensor(buffers[entry.name], entry) for entry in entries}
+
+
+def as_tensor(data: bytearray, entry: LeafEntry) -> torch.Tensor:
+    """The bytes of a leaf as a tensor, which uses their memory."""
+    import torch
+
+    from stepwell.state.flatten import dtype_from
+
+    dtype = dtype_from(entry.dtype)
+    if not data:
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(entry.shape)
 
 
 def _add_arrays(plain: Plain, tensors: dict[str, torch.Tensor]) -> None:
@@ -82,14 +79,3 @@ def _add_arrays(plain: Plain, tensors: dict[str, torch.Tensor]) -> None:
         if array.dtype is not None and tensor.numel():
             tensor = tensor.view(dtype_from(array.dtype))
         tensors[name] = tensor if array.shape is None or not tensor.numel() else tensor.reshape(array.shape)
-
-
-def _notes(plain: Plain) -> list[str]:
-    if not plain.changes:
-        return []
-    some = ", ".join(plain.changes[:_MOST_NAMED])
-    more = len(plain.changes) - _MOST_NAMED
-    return [
-        "written in plainer types, so that torch.load(weights_only=True) reads them: "
-        + (f"{some} and {more} more" if more > 0 else some)
-    ]

@@ -20,12 +20,14 @@ _AHEAD_SECONDS: Final = 0.05
 """How far ahead a plan is made at first."""
 _AHEAD_STEPS: Final = 2
 _MOST_SECONDS: Final = 30.0
+_NO_MEMORY: Final = ("leave", "look again")
+"""Plans that do not wait until all ranks have memory for snapshots."""
 
 
 class Agreement:
     """Plans of one rank. `send` hands a message to rank 0, or from there to all; it never waits.
 
-    on_late:  told a step that was planned and is passed already; called on the thread that brings messages
+    on_late:  told a step that was to be saved and is passed already; called on the thread that brings messages
     """
 
     def __init__(self, rank: int, size: int, send: Callable[[Message], None], on_late: Callable[[int], None]) -> None:
@@ -47,7 +49,7 @@ class Agreement:
     # -- the training thread ------------------------------------------------------------------------------------------
 
     def pass_step(self, step: int, *, wishes: Iterable[str] = ()) -> set[str]:
-        """A step is over: what was planned for it. Rank 0 plans what is wished for (`save`, `memory`, `leave`)."""
+        """A step is over: what was planned for it. Rank 0 plans what is wished for."""
         now = time.monotonic()
         if self._at is not None:
             self._pace = now - self._at if not self._pace else 0.9 * self._pace + 0.1 * (now - self._at)
@@ -64,7 +66,7 @@ class Agreement:
         """At most one plan at a time, but for leaving, which cannot wait."""
         if self._plans and (what != "leave" or "leave" in self._plans.values()):
             return
-        if what != "leave" and len(self._ready) < self._size:
+        if what not in _NO_MEMORY and len(self._ready) < self._size:
             return
         ahead = max(_AHEAD_STEPS, math.ceil(self._ahead / self._pace) if self._pace else _AHEAD_STEPS)
         at = max(step, self._furthest) + ahead
@@ -105,11 +107,12 @@ class Agreement:
     def _hear(self, step: int, what: str) -> None:
         with self._lock:
             passed = self._passed
-            if step > passed:
-                self._plans[step] = what
-                return
-        self._send({"type": "late", "step": passed})
-        self._on_late(step)
+            if step > passed or what == "leave":
+                self._plans[max(step, passed + 1)] = what  # where the others go this rank cannot stay
+        if step <= passed:
+            self._send({"type": "late", "step": passed})
+            if what == "save":
+                self._on_late(step)
 
     def _note_ready(self, rank: int, is_ready: bool) -> None:
         with self._lock:

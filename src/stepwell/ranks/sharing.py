@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from stepwell.format import dtypes
 from stepwell.format.box import Box
@@ -20,8 +20,6 @@ Rows = tuple[int, int, str]
 """Of the part of a leaf that a rank holds, the rows it stores, [first, last), and who holds the same part: `0,1,2`."""
 Shares = dict[str, Rows]
 """What one rank stores of each leaf that belongs to all. A leaf that is not named is its own, and stored whole."""
-NEVER: Final = ""
-"""Digest of a leaf that is each rank's own, whatever it holds: the state of its random generators."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,8 @@ class Claim:
     global_shape: tuple[int, ...]
     box: Box
     digest: str
+    mesh: str = ""
+    """Whom it was sharded over, as a digest."""
 
     @property
     def is_part(self) -> bool:
@@ -44,12 +44,12 @@ class Claim:
 
     def dump(self) -> list[Any]:
         """As it travels."""
-        return [self.dtype, self.global_shape, self.box.offsets, self.box.shape, self.digest]
+        return [self.dtype, self.global_shape, self.box.offsets, self.box.shape, self.digest, self.mesh]
 
     @classmethod
     def load(cls, values: Sequence[Any]) -> Claim:
-        dtype, global_shape, offsets, shape, digest = values
-        return cls(dtype, tuple(global_shape), Box(tuple(offsets), tuple(shape)), digest)
+        dtype, global_shape, offsets, shape, digest, mesh = values
+        return cls(dtype, tuple(global_shape), Box(tuple(offsets), tuple(shape)), digest, mesh)
 
 
 def share(claims: Sequence[Mapping[str, Claim]]) -> list[Shares]:
@@ -72,14 +72,18 @@ def share(claims: Sequence[Mapping[str, Claim]]) -> list[Shares]:
 def _groups(found: Mapping[int, Claim]) -> list[list[int]]:
     """Ranks that hold the same part of one tensor; no group for a leaf that is each rank's own."""
     claims = found.values()
-    if len({(claim.dtype, claim.global_shape) for claim in claims}) > 1 or any(c.digest == NEVER for c in claims):
+    if len({(claim.dtype, claim.global_shape) for claim in claims}) > 1:
         return []
-    if not any(claim.is_part for claim in claims) and len({claim.digest for claim in claims}) > 1:
-        return []
+    if not any(claim.box.numel for claim in claims):
+        return []  # nobody would store it, and a record has to
     groups: dict[Box, list[int]] = {}
     for rank, claim in found.items():
         groups.setdefault(claim.box, []).append(rank)
-    return list(groups.values())
+    is_equal = all(len({found[rank].digest for rank in ranks}) == 1 for ranks in groups.values())
+    is_one = any(claim.is_part for claim in claims) and len({claim.mesh for claim in claims}) == 1
+    # Of parts that differ one counts only if they were meant to be copies: over other ranks it is another tensor, as
+    # the optimizer of another pipeline stage has it under the same number.
+    return list(groups.values()) if is_equal or is_one else []
 
 
 def _split(holders: tuple[int, ...], leaves: Sequence[tuple[str, Claim]], shares: Sequence[Shares]) -> None:

@@ -139,6 +139,29 @@ def _read(whole: Whole, targets: dict[str, Target], *, is_all: bool) -> int:
     return total
 
 
+def fill_boxes(whole: Whole, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> int:
+    """Fill tensors, of any type and strides, with boxes of leaves. Returns the bytes read. Raises DamagedError."""
+    total, waiting = 0, list(wanted)
+    while waiting:
+        targets: dict[str, Target] = {}
+        late, later = [], []
+        for name, box, tensor in waiting:
+            if name in targets:  # another box of the same leaf, or the same one for a second place
+                later.append((name, box, tensor))
+                continue
+            entry = whole.leaves[name]
+            room = tensor.detach()
+            if not room.is_contiguous() or room.dtype != dtype_from(entry.dtype):
+                room = torch.empty(box.shape, dtype=dtype_from(entry.dtype), device=tensor.device)
+                late.append((tensor.detach(), room))
+            targets[name] = Target(room, box, room, is_fresh=False, is_whole=box.shape == entry.global_shape)
+        total += _read(whole, targets, is_all=False)
+        for tensor, room in late:
+            tensor.copy_(room)
+        waiting = later
+    return total
+
+
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.shape, strict=True))
 
@@ -344,6 +367,12 @@ def _device(text: str) -> torch.device:
     return torch.device(text if int(index or 0) < torch.cuda.device_count() else "cuda")
 
 
+def give_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Give an optimizer its state, all of it in the types in which it was saved."""
+    optimizer.load_state_dict(state)
+    _put_back(optimizer, state)
+
+
 def _put_back(optimizer: torch.optim.Optimizer, state: Any) -> None:
     """torch casts optimizer state to the type of its parameter: what was saved in another type comes back as it was."""
     saved = [number for group in state["param_groups"] for number in group["params"]]
@@ -361,9 +390,9 @@ def _give(item: Tracked, state: Any, fit: _Fit, *, strict: bool) -> None:
             for key in [key for key in state if f"{item.name}/{key}" in fit.skipped]:
                 del state[key]
             item.module.load_state_dict(state, strict=False)
+        elif item.optimizer is not None:
+            give_optimizer(item.optimizer, state)
         else:
             item.load(state)
-            if item.optimizer is not None:
-                _put_back(item.optimizer, state)
     except Exception as error:  # the user's code: whatever it says is about this checkpoint and that object
         raise StateError(f"{item.name}: load_state_dict refused the checkpoint: {error}", name=item.name) from error

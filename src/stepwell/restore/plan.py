@@ -50,6 +50,8 @@ def _is_suspect(entry: Entry) -> bool:
 
 
 def _why_not(entry: Entry, step: int | None, before: int | None, any_branch: bool) -> str | None:
+    if entry.void is not None:
+        return f"void, so never committed: {entry.void}"
     if not entry.is_committed:
         return "never committed: its process died before the manifest was written"
     if entry.damage is not None:

@@ -37,6 +37,8 @@ MEMORY_THREADS: Final = 12
 """At most, and no more than cores. Measured on 16: 8 threads 23 GB/s to a device, 12 threads 27, 16 threads 26: each
 waits for the interpreter's lock a few times a block.
 """
+_UNIT_BYTES: Final = 4 << 20
+"""What is read at once, where blocks are smaller."""
 _ROOM_BYTES: Final = 64 << 20
 """For all lanes together; a record with larger blocks is read by fewer threads."""
 
@@ -221,13 +223,10 @@ def read_record_leaves(
     for number, file in enumerate(record.files):
         leaves = [leaf for leaf in record.leaves if leaf.file == number and (wanted is None or leaf.name in wanted)]
         if leaves or wanted is None:
-            source = open_source(file)
-            try:
+            with contextlib.closing(open_source(file)) as source:
                 total += read_file(source, file, leaves, deliver, check_all=wanted is None)
                 if wanted is None and file.kind == "safetensors":
                     check_header(source, file, leaves)
-            finally:
-                source.close()
     return total
 
 
@@ -239,11 +238,8 @@ def read_some(
     for number, file in enumerate(record.files):
         chosen = [leaf for leaf in leaves if leaf.file == number]
         if chosen:
-            source = open_source(file)
-            try:
+            with contextlib.closing(open_source(file)) as source:
                 total += read_file(source, file, chosen, deliver, check_all=False)
-            finally:
-                source.close()
     return total
 
 
@@ -283,15 +279,15 @@ def read_file(
     goes on after that.
     """
     pieces = _cut(leaves, file)
-    numbers = range(len(file.blocks)) if check_all else sorted(pieces)
-    room_bytes = min(file.block_bytes, file.nbytes)
-    waiting, lock = iter(numbers), threading.Lock()
+    units = _together(range(len(file.blocks)) if check_all else sorted(pieces), file, source.threads)
+    room_bytes = min(file.nbytes, max((len(unit) for unit in units), default=1) * file.block_bytes)
+    waiting, lock = iter(units), threading.Lock()
     errors: dict[int, BaseException] = {}
     shortages: list[Exception] = []
     done: list[int] = []
 
     def work() -> None:
-        number = end = len(file.blocks)  # an error of the lane itself comes after those of blocks
+        number = len(file.blocks)  # an error of the lane itself comes after those of blocks
         try:
             try:
                 lane = deliver.lane(room_bytes) if isinstance(deliver, Lanes) else _Handing(deliver, room_bytes)
@@ -301,14 +297,17 @@ def read_file(
             with contextlib.closing(lane):
                 while not errors:
                     with lock:
-                        number = next(waiting, end)
-                    if number == end:
+                        unit = next(waiting, None)
+                    if unit is None:
                         break
-                    start = number * file.block_bytes
-                    nbytes = min(file.block_bytes, file.nbytes - start)
-                    with source.read(start, nbytes, lane.room()) as block:
-                        _check(block, file, number, source)
-                        lane.deliver(block, pieces.get(number, ()))
+                    start, number = unit[0] * file.block_bytes, unit[0]
+                    nbytes = min(len(unit) * file.block_bytes, file.nbytes - start)
+                    with source.read(start, nbytes, lane.room()) as data:
+                        for number in unit:
+                            low = number * file.block_bytes - start
+                            with data[low : low + file.block_bytes] as block:
+                                _check(block, file, number, source)
+                        lane.deliver(data, _shifted(pieces, unit, file.block_bytes))
                     done.append(nbytes)
                     if on_block is not None:
                         on_block(nbytes)
@@ -318,10 +317,10 @@ def read_file(
     def stop(error: BaseException) -> None:
         errors[-1] = error
 
-    _run(work, min(source.threads, len(numbers), max(1, _ROOM_BYTES // max(1, room_bytes))), stop)
+    _run(work, min(source.threads, len(units), max(1, _ROOM_BYTES // max(1, room_bytes))), stop)
     if errors:
         raise errors[min(errors)]
-    if len(done) < len(numbers):
+    if len(done) < len(units):
         raise shortages[0]
     return sum(done)
 
@@ -350,6 +349,24 @@ def _run(work: Callable[[], None], count: int, stop: Callable[[BaseException], N
             except BaseException as error:  # Ctrl-C
                 stop(error)
     return None
+
+
+def _together(numbers: Sequence[int], file: FileEntry, threads: int) -> list[range]:
+    """Blocks that follow each other, as many as are read at once; few enough that every thread has something to do."""
+    most = max(1, min(_UNIT_BYTES // file.block_bytes, len(numbers) // (4 * threads)))
+    units: list[range] = []
+    for number in numbers:
+        if units and units[-1].stop == number and len(units[-1]) < most:
+            units[-1] = range(units[-1].start, number + 1)
+        else:
+            units.append(range(number, number + 1))
+    return units
+
+
+def _shifted(pieces: dict[int, list[Piece]], unit: range, block_bytes: int) -> list[Piece]:
+    """What a unit holds, counted from its start."""
+    shifts = [(piece, (number - unit[0]) * block_bytes) for number in unit for piece in pieces.get(number, ())]
+    return [(leaf, offset, low + shift, high + shift) for (leaf, offset, low, high), shift in shifts]
 
 
 def _cut(leaves: Sequence[LeafEntry], file: FileEntry) -> dict[int, list[Piece]]:

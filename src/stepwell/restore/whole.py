@@ -2,6 +2,7 @@
 
 Owns:    the index over all records, and what has to be read for a box of a tensor.
 Not:     reading (read), tensors (load).
+Before:  `store.catalog` found the manifest.
 Holds:   what is read for a box makes it up, each element once; only rows that are needed are read.
 """
 
@@ -11,9 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stepwell.errors import DamagedError
+from stepwell.format import dtypes
 from stepwell.format.box import Box, is_covered
+from stepwell.format.manifest import Manifest
 from stepwell.format.record import FileEntry, LeafEntry, Record
-from stepwell.restore.read import Source
+from stepwell.restore.read import FileSource, Source
+from stepwell.store import catalog
+from stepwell.store.paths import RunPaths
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,13 @@ class Part:
 
     record: Record
     open_source: Callable[[FileEntry], Source]
+
+
+def parts_on_disk(paths: RunPaths, manifest: Manifest) -> list[Part]:
+    """All records of a checkpoint, and the way to their files. Raises DamagedError."""
+    directory = paths.checkpoint(manifest.id)
+    records = [catalog.read_record(paths, manifest, rank) for rank in range(manifest.world_size)]
+    return [Part(record, lambda file: FileSource(directory / file.name)) for record in records]
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,16 @@ class Whole:
         self._pieces.setdefault(entry.name, []).append((number, entry))
 
     @property
+    def nbytes(self) -> int:
+        """Size of all files of all ranks."""
+        return sum(part.record.nbytes for part in self.parts)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Size of all tensors, each counted once and whole."""
+        return sum(entry.end - entry.start for entry in map(whole_leaf, self.leaves.values()))
+
+    @property
     def is_single(self) -> bool:
         """One rank wrote it all: every file is read whole, and its header checked."""
         return len(self.parts) == 1
@@ -91,6 +113,19 @@ class Whole:
                 reads.setdefault(number, []).append(fetch)
         for number in sorted(reads):
             yield self.parts[number], reads[number]
+
+
+def check_cover(whole: Whole) -> None:
+    """Raise DamagedError for a tensor that the records of all ranks do not make up."""
+    for _ in whole.plan({name: Box.whole(entry.global_shape) for name, entry in whole.leaves.items()}):
+        pass
+
+
+def whole_leaf(entry: LeafEntry) -> LeafEntry:
+    """The whole tensor of which a leaf is a part, as if it were a leaf that lies alone in a file."""
+    nbytes = dtypes.element_count(entry.global_shape) * dtypes.itemsize(entry.dtype)
+    box = Box.whole(entry.global_shape)
+    return replace(entry, shape=box.shape, offsets=box.offsets, start=0, end=nbytes)
 
 
 def _fetch(entry: LeafEntry, wanted: Box) -> Fetch | None:

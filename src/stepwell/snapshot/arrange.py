@@ -169,5 +169,6 @@ class Arranger:
 
 
 def _frozen(leaves: Sequence[Leaf], roles: Sequence[Role]) -> list[tuple[str, torch.Tensor]]:
+    """What is looked at is all that this process holds, so that it does not depend on what of it this rank stores."""
     pairs = zip(leaves, roles, strict=True)
-    return [(leaf.name, leaf.tensor) for leaf, role in pairs if role.protection == "frozen"]
+    return [(leaf.name, leaf.local) for leaf, role in pairs if role.protection == "frozen"]

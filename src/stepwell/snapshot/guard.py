@@ -8,7 +8,7 @@ Holds:   compared before the optimizer may step. It is a tripwire, not a proof: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -55,7 +55,7 @@ def content_digest(tensor: torch.Tensor) -> str:
     """Hash of a leaf's bytes. Waits for the device."""
     host = tensor.detach().contiguous().cpu().reshape(-1)
     if not host.numel():
-        return ""
+        return block_digest(b"")
     return block_digest(host.view(torch.uint8).numpy().data)
 
 
@@ -108,13 +108,22 @@ def _grouped(copies: Sequence[Copy]) -> dict[str, Samples]:
 
 
 def digests(taken: Sequence[Taken]) -> dict[str, str]:
-    """One for each set of ranks. Waits for the device."""
-    found: dict[str, bytes] = {}
+    """One for each set of ranks, whatever order its tensors have here. Waits for the device."""
+    found: dict[str, dict[str, bytes]] = {}
     for groups in taken:
         for ranks, samples in groups.items():
-            data = b"".join(bytes(values.cpu().numpy()) for _, _, values in samples)
-            found[ranks] = found.get(ranks, b"") + data
-    return {ranks: block_digest(data) for ranks, data in found.items()}
+            for names, counts, values in samples:
+                pieces = _cut(bytes(values.cpu().numpy()), counts)
+                found.setdefault(ranks, {}).update(zip(names, pieces, strict=True))
+    return {ranks: block_digest(b"".join(pieces[name] for name in sorted(pieces))) for ranks, pieces in found.items()}
+
+
+def _cut(data: bytes, counts: Sequence[int]) -> Iterator[bytes]:
+    """The samples of each leaf, of so many elements."""
+    width, start = len(data) // max(1, sum(counts)), 0
+    for count in counts:
+        yield data[start : start + count * width]
+        start += count * width
 
 
 class Fingerprints:
@@ -127,10 +136,7 @@ class Fingerprints:
         """Compare with what was seen before; remember what is new. Returns the leaves that changed. Waits."""
         changed = []
         for names, counts, found in samples:
-            data, start = bytes(found.cpu().numpy()), 0
-            width = len(data) // max(1, sum(counts))
-            for name, count in zip(names, counts, strict=True):
-                piece, start = data[start : start + count * width], start + count * width
+            for name, piece in zip(names, _cut(bytes(found.cpu().numpy()), counts), strict=True):
                 if self._known.setdefault(name, piece) != piece:
                     changed.append(name)
                     self._known[name] = piece

@@ -64,7 +64,8 @@ def stream_image(
     log: journal.EventLog,
     answers: Answers,
 ) -> Inflight:
-    """Save through the agent, chunk by chunk. Returns when it is committed or failed; void if no agent took it.
+    """Save through the agent, chunk by chunk. Returns when it is committed (of many ranks: this one's part durable) or
+    failed; void if no agent took it.
 
     Training stands still, so an agent that dies meanwhile only means to begin again.
     """
@@ -84,10 +85,10 @@ def stream_image(
             outcome = _send(client, arena, flat, plan, meta, inflight, answers)
     inflight.stall_seconds = time.monotonic() - inflight.started
     inflight.done.set()
-    if outcome not in ("durable", "failed"):
+    if outcome not in ("durable", "released", "failed"):
         inflight.void = Void("?", "the agent died or fell silent while it was streamed")
         log.emit(events.PersistFailed(step=inflight.step, error=inflight.void.seen_by, action="trying again soon"))
-    elif outcome == "durable":
+    elif outcome != "failed":
         log.emit(
             events.Snapshot(
                 step=inflight.step,
@@ -111,7 +112,9 @@ def _send(
     inflight: Inflight,
     answers: Answers,
 ) -> str:
-    """One try. Returns the last word about it: durable, failed, replaced, lost or silent."""
+    """One try. Returns the last word about it: durable, released (other ranks still write), failed, replaced, lost or
+    silent.
+    """
     sequence, shape = inflight.sequence, arena.shape
     arena.claim(0)
     facts = {"sequence": sequence, "slot": 0, "layout": plan.number, "frozen": 0, "generation": shape.generation}
@@ -129,7 +132,10 @@ def _send(
     inflight.suspects = _suspects(flat, plan)
     first = plan.places[inflight.suspects[0]].index if inflight.suspects else 0
     client.send({"type": "stream_end", "sequence": sequence, "suspects": len(inflight.suspects), "first": first})
-    return answers.wait(sequence)
+    word = answers.wait(sequence)
+    if word == "released":
+        client.note_written({"type": "begin", **meta, **facts})
+    return word
 
 
 def _fill(target: memoryview, start: int, end: int, flat: Flat, plan: Plan) -> None:

@@ -29,6 +29,14 @@ class SaveHandle:
         return _result(self.upload_completion, timeout)
 
 
+def has_failed(handle: SaveHandle, seconds: float) -> bool:
+    """Whether it turns out within this time that it will not be committed. Blocks until that is decided."""
+    try:
+        return handle.upload_completion.exception(seconds) is not None
+    except FutureTimeout:
+        return False  # storage is slow: whoever waits for it says so
+
+
 def _result(future: Future[str], timeout: float | None) -> str:
     try:
         return future.result(timeout)

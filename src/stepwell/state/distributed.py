@@ -13,6 +13,7 @@ import torch
 
 from stepwell.errors import StateError
 from stepwell.format.box import Box
+from stepwell.format.checksum import block_digest
 
 
 class Part(NamedTuple):
@@ -48,6 +49,11 @@ def part_of(value: Any, label: str) -> Part:
         return Part(local, shape, Box((0,) * len(shape), (0,) * len(shape)))
     (chunk,) = value.__create_chunk_list__()
     return Part(local, shape, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+
+
+def mesh_of(value: Any) -> str:
+    """The ranks a DTensor lies on, as a digest."""
+    return block_digest(str(value.device_mesh.mesh.tolist()).encode())
 
 
 def like(value: Any, local: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from stepwell.format.box import Box
+from stepwell.state.distributed import mesh_of
 from stepwell.state.flatten import Copy, Flat, Leaf
 
 OWN = "stepwell"
-"""Where the run's own part of the tree is: its generators are each rank's own."""
+"""Where the run's own part of the tree is: its generators are each rank's own, and never claimed."""
 
 
 def held_box(leaf: Leaf) -> tuple[tuple[int, ...], Box]:
@@ -65,7 +66,7 @@ class Cutter:
     def _leaf(self, leaf: Leaf) -> Leaf | None:
         shape, box = held_box(leaf)
         if leaf.name not in self._rows:
-            return replace(leaf, is_private=True) if leaf.global_shape is None else leaf
+            return replace(leaf, is_private=True)
         first, last, _ = self._rows[leaf.name]
         if first >= last:
             return None
@@ -74,7 +75,7 @@ class Cutter:
         return replace(leaf, tensor=tensor, held=held, global_shape=shape, box=box.rows(first, last))
 
 
-def describe(leaf: Leaf, digest: Callable[[torch.Tensor], str]) -> tuple[str, tuple[int, ...], Box, str]:
-    """What this rank says of a leaf: element type, whole shape, box, and a digest; none of what is its own."""
+def describe(leaf: Leaf, digest: Callable[[torch.Tensor], str]) -> tuple[str, tuple[int, ...], Box, str, str]:
+    """What this rank says of a leaf: element type, whole shape, box, a digest, and whom it is sharded over."""
     shape, box = held_box(leaf)
-    return leaf.dtype, shape, box, "" if leaf.path[0] == OWN else digest(leaf.local)
+    return leaf.dtype, shape, box, digest(leaf.local), "" if leaf.origin is None else mesh_of(leaf.origin)

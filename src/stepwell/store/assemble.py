@@ -16,9 +16,10 @@ from stepwell.errors import DamagedError, VoidError
 from stepwell.format.checksum import document_digest
 from stepwell.format.manifest import RecordRef, Void
 from stepwell.format.record import Record
-from stepwell.store import files
+from stepwell.store import catalog, files
 from stepwell.store.commit import check_fence, record_name
 from stepwell.store.paths import RunPaths
+from stepwell.store.spare import Spare
 from stepwell.types import CheckpointId, Owner
 
 _MAX_VOID_BYTES = 64 << 10
@@ -38,16 +39,20 @@ def find_record(paths: RunPaths, id: CheckpointId, owner: Owner) -> Record | Non
 
 
 def leave_void(paths: RunPaths, void: Void) -> None:
-    """Say that this rank has no part in a checkpoint. Raises FencedError if the run moved on."""
+    """Say that this rank has no part in a checkpoint; the leader ends it with that. FencedError if the run moved on."""
     check_fence(paths, void.id)
     files.make_directory(paths.checkpoint(void.id))
     files.put_new(paths.checkpoint(void.id) / f"{Owner(void.rank).stem}.void", void.dump(), point="void")
+    if Owner(void.rank).is_leader:
+        end_void(paths, void)  # it looks after this one no more, and the others wait for its word
 
 
 def gather(paths: RunPaths, id: CheckpointId, world_size: int) -> list[tuple[Record, RecordRef]] | list[int]:
     """The leader looks: all records, or the ranks that are missing. Raises VoidError if one gave up."""
     directory = paths.checkpoint(id)
     names = set(files.list_names(directory))
+    if paths.void(id).name in names:  # by a leader's agent before this one: the others have seen it
+        raise VoidError(_say(paths, id, paths.void(id)))
     for rank in range(world_size):
         name = f"{Owner(rank).stem}.void"
         if name in names:
@@ -78,10 +83,14 @@ def check_copies(records: Sequence[Record]) -> None:
 
 def _read(paths: RunPaths, id: CheckpointId, owner: Owner) -> tuple[Record, RecordRef]:
     path = paths.checkpoint(id) / record_name(owner)
-    data = files.get(path)
-    record = Record.load(data, path=str(path))
+    try:
+        data = files.get(path)
+        record = Record.load(data, path=str(path))
+    except DamagedError as error:  # it is never replaced, so it never gets better
+        raise VoidError(str(error), rank=owner.rank) from error
     if record.id != id or record.owner != owner:
-        raise VoidError(f"{path}: belongs to {record.id}, rank {record.owner.rank} of {record.owner.world_size}")
+        found = f"{record.id}, rank {record.owner.rank} of {record.owner.world_size}"
+        raise VoidError(f"{path}: belongs to {found}", rank=owner.rank)
     return record, RecordRef(path.name, len(data), document_digest(data))
 
 
@@ -97,6 +106,25 @@ def check_void(paths: RunPaths, id: CheckpointId) -> None:
         raise VoidError(_say(paths, id, paths.void(id)))
     if not os.path.lexists(paths.checkpoint(id)):
         raise VoidError(f"{id} was given up and removed")
+
+
+def is_outdated(paths: RunPaths, id: CheckpointId) -> bool:
+    """Whether it is gone and a newer one is there: it was removed to make room, before this rank looked."""
+    if os.path.lexists(paths.checkpoint(id)):
+        return False
+    return any(entry.is_live and entry.is_committed and entry.id > id for entry in catalog.scan(paths))
+
+
+def withdraw(paths: RunPaths, id: CheckpointId, owner: Owner, spare: Spare | None) -> None:
+    """It is void: this rank's bytes go at once, or each further try would leave a whole state on the disk.
+
+    What does not change stays, under the name by which the next checkpoint links it.
+    """
+    directory = paths.checkpoint(id)
+    for name in files.list_names(directory):
+        is_mine = name.startswith(f"{owner.stem}.") and not name.endswith((".void", ".frozen.safetensors"))
+        if is_mine and (spare is None or not spare.keep(directory / name)):
+            files.remove(directory / name)
 
 
 def _say(paths: RunPaths, id: CheckpointId, path: os.PathLike[str]) -> str:

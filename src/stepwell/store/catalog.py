@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stepwell.errors import DamagedError
 from stepwell.format.checksum import document_digest
-from stepwell.format.manifest import Manifest
+from stepwell.format.manifest import Manifest, Void
 from stepwell.format.record import Record
 from stepwell.store import files
 from stepwell.store.lineage import History, read_history
@@ -20,11 +20,15 @@ from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
 _MAX_MANIFEST_BYTES = 16 << 20
+_MAX_VOID_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint directory. `manifest` is None when it is damaged (`damage` says how) or was never committed."""
+    """One checkpoint directory. `manifest` is None when it is damaged (`damage` says how) or was never committed.
+
+    `void`: what a rank said, so that it never will be.
+    """
 
     id: CheckpointId
     path: Path
@@ -32,6 +36,7 @@ class Entry:
     damage: str | None
     is_live: bool
     why_not_live: str | None = None
+    void: str | None = None
 
     @property
     def is_committed(self) -> bool:
@@ -59,11 +64,24 @@ def judge(paths: RunPaths, id: CheckpointId, history: History) -> Entry:
     """Look at one checkpoint directory."""
     path, is_live, why_not = paths.checkpoint(id), history.is_live(id), history.why_not_live(id)
     if not os.path.lexists(paths.manifest(id)):
-        return Entry(id, path, None, None, is_live, why_not)
+        return Entry(id, path, None, None, is_live, why_not, _read_void(paths, id))
     try:
         return Entry(id, path, read_manifest(paths, id), None, is_live, why_not)
     except DamagedError as error:
         return Entry(id, path, None, str(error), is_live, why_not)
+
+
+def _read_void(paths: RunPaths, id: CheckpointId) -> str | None:
+    """Why a checkpoint of many ranks came to nothing: by the leader's word, or by that of a rank that gave up."""
+    names = [name for name in files.list_names(paths.checkpoint(id)) if name.endswith(".void")]
+    for path in (paths.void(id), *(paths.checkpoint(id) / name for name in names)):
+        if os.path.lexists(path):
+            try:
+                void = Void.load(files.get(path, limit=_MAX_VOID_BYTES), path=str(path))
+            except DamagedError as error:
+                return f"the reason cannot be read: {error}"
+            return void.reason if void.reason.startswith("rank ") else f"rank {void.rank}: {void.reason}"
+    return None
 
 
 def read_manifest(paths: RunPaths, id: CheckpointId) -> Manifest:

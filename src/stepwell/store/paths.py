@@ -18,10 +18,15 @@ events.rank-00003.jsonl, progress.rank-00003: of the ranks above 0
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from stepwell.types import CheckpointId, Owner
+
+_OF_RANK: Final = re.compile(r"progress\.rank-(\d{5,})|events\.rank-(\d{5,})\.jsonl", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,15 @@ class RunPaths:
     @property
     def progress(self) -> Path:
         return self.root / (f"progress.{Owner(self.rank).stem}" if self.rank else "progress")
+
+    def ranks(self) -> list[RunPaths]:
+        """Of each rank that ever wrote progress or events here; of rank 0 in any case."""
+        found = {0}
+        for name in os.listdir(self.root) if self.root.is_dir() else ():
+            match = _OF_RANK.fullmatch(name)
+            if match is not None:
+                found.add(int(match[1] or match[2]))
+        return [RunPaths(self.root, rank) for rank in sorted(found)]
 
     @property
     def storage(self) -> Path:

@@ -87,6 +87,7 @@ def remove_strays(paths: RunPaths, entries: Sequence[Entry], lineage: int) -> No
     for directory in (paths.root, paths.lineages, *committed):
         for name in os.listdir(directory):
             final = name.partition(".json.")[0]
-            is_taken = final in ("run", "manifest", "storage") or (final.isdecimal() and int(final) <= lineage)
+            is_taken = final in ("run", "storage") or (final.isdecimal() and int(final) <= lineage)
+            is_taken = is_taken or directory in committed
             if (is_taken and name.endswith(files.TEMPORARY)) or is_left_over(name, lineage):
                 files.remove(directory / name)

@@ -38,7 +38,7 @@ def check_same_end(where: Path, straight: Path, ranks: int) -> None:
     assert restored and min(restored) > 0
     found = compare_states(last_checkpoint(straight), last_checkpoint(where))
     assert [item for item in found.differences if item.generator not in ("python", "numpy")] == []
-    assert len(last_checkpoint(where).records) == ranks
+    assert len(last_checkpoint(where).whole.parts) == ranks
 
 
 @pytest.mark.parametrize(

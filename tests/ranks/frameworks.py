@@ -1,6 +1,6 @@
-"""Training in the ways that spread a state over ranks, other than DDP, FSDP2 and tensor parallel (sharded.py).
+"""Training in the ways that spread a state over ranks, other than DDP (trainer.py).
 
-    frameworks.py WHERE --kind zero|pipeline|fsdp1|hsdp [--stop-at STEP]
+    frameworks.py WHERE --kind zero|pipeline|fsdp1|fsdp2|hsdp|mesh|drift [--stop-at STEP]
 
 Each launch goes on from what it finds and ends at --steps. With --stop-at it waits in that step to be killed. At the
 end WHERE.end.<rank> holds a digest of each tensor that this rank has.
@@ -33,11 +33,11 @@ def options() -> argparse.Namespace:
     add = parser.add_argument
     add("where")
     add("--kind", default="zero")
-    add("--steps", type=int, default=9)
+    add("--steps", type=int, default=16)
     add("--every", type=int, default=2)
     add("--stop-at", type=int, default=0)
     add("--grace", type=float)
-    add("--sleep", type=float, default=0.0)
+    add("--sleep", type=float, default=0.02)
     return parser.parse_args()
 
 
@@ -146,7 +146,60 @@ class Hsdp(Fsdp1):
         self.tracked = {"model": self.model, "optimizer": self.optimizer}
 
 
-KINDS: dict[str, type[Zero]] = {"zero": Zero, "pipeline": Pipeline, "fsdp1": Fsdp1, "hsdp": Hsdp}
+class Fsdp2(Hsdp):
+    """Shards on all ranks; rows that the ranks do not divide evenly."""
+
+    def __init__(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        self.model = net()  # type: ignore[assignment]
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.tracked = {"model": self.model, "optimizer": self.optimizer}
+
+
+class Mesh(Hsdp):
+    """Tensor parallel in one direction, FSDP2 in the other."""
+
+    def __init__(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("shards", "tensor"))
+        self.model = nn.Sequential(nn.Linear(WIDTH, 30), nn.GELU(), nn.Linear(30, WIDTH))  # type: ignore[assignment]
+        parallelize_module(self.model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(self.model, mesh=mesh["shards"])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.tracked = {"model": self.model, "optimizer": self.optimizer}
+
+
+class Drift(Fsdp2):
+    """Beside it a tensor that is the same on all ranks, and from the fourth step on is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = {"values": torch.zeros(1000), "steps": 0}
+        self.tracked["beside"] = self.beside
+
+    def step(self, inputs: torch.Tensor, wanted: torch.Tensor) -> None:
+        super().step(inputs, wanted)
+        self.beside["steps"] += 1
+        self.beside["values"] += 1 + (dist.get_rank() if self.beside["steps"] > 3 else 0)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {**super().tensors(), "beside": self.beside["values"]}  # type: ignore[dict-item]
+
+
+KINDS: dict[str, type[Zero]] = {
+    "drift": Drift,
+    "zero": Zero,
+    "pipeline": Pipeline,
+    "fsdp1": Fsdp1,
+    "fsdp2": Fsdp2,
+    "hsdp": Hsdp,
+    "mesh": Mesh,
+}
 
 
 def main() -> None:
@@ -165,7 +218,8 @@ def main() -> None:
     ckpt.restore()
     resumed = ckpt.status().step
     for step in range(resumed + 1, args.steps + 1):
-        chance = torch.Generator().manual_seed(1000 * step + (0 if args.kind == "pipeline" else rank))
+        part = {"pipeline": 0, "mesh": rank // 2}.get(args.kind, rank)  # ranks of one replica have the same data
+        chance = torch.Generator().manual_seed(1000 * step + part)
         inputs, wanted = torch.randn(2, 6, WIDTH, generator=chance)
         kind.step(inputs, wanted)
         time.sleep(args.sleep)

@@ -171,7 +171,7 @@ def _headline(proof: Proof) -> str:
         ranks = f" of {proof.ranks} ranks" if proof.ranks > 1 else ""
         logged = f", {count(logs.values, 'logged value')} of {count(logs.steps, 'step')}" if logs.values else ""
         return (
-            f"after {count(len(proof.kills), 'kill')}{ranks} all {count(states.tensors, 'tensor')} "
+            f"after {count(len(proof.kills), 'kill')} all {count(states.tensors, 'tensor')}{ranks} "
             f"({size(states.nbytes)}), {count(states.values, 'plain value')}{logged} equal the uninterrupted run's, "
             "bit for bit"
         )

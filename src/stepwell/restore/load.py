@@ -390,9 +390,9 @@ def _give(item: Tracked, state: Any, fit: _Fit, *, strict: bool) -> None:
             for key in [key for key in state if f"{item.name}/{key}" in fit.skipped]:
                 del state[key]
             item.module.load_state_dict(state, strict=False)
-        elif item.optimizer is not None:
-            give_optimizer(item.optimizer, state)
         else:
-            item.load(state)
+            item.load(state)  # which knows of optimizers around the one that steps
+            if item.optimizer is not None:
+                _put_back(item.optimizer, state)
     except Exception as error:  # the user's code: whatever it says is about this checkpoint and that object
         raise StateError(f"{item.name}: load_state_dict refused the checkpoint: {error}", name=item.name) from error

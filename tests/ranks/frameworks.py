@@ -222,6 +222,7 @@ def main() -> None:
         chance = torch.Generator().manual_seed(1000 * step + part)
         inputs, wanted = torch.randn(2, 6, WIDTH, generator=chance)
         kind.step(inputs, wanted)
+        hooks.settle(ckpt, step - resumed)
         time.sleep(args.sleep)
         ckpt.step()
         if step == args.stop_at:

@@ -101,8 +101,8 @@ def test_void_directories_say_why(job: Job, run: Path) -> None:
     removed = {item["path"] for item in good("clean", run, "--json").json["runs"][0]["removed"]}
     assert removed == {given_up.directory, ended.directory, "spare.rank-00003.l0001.tmp"}
     assert good("why", run, "--json").json["chosen"] == newest["checkpoint"]
-    assert "removed" in good("prune", run, "--keep", 2).out
-    assert len(good("ls", run, "--json").json["checkpoints"]) < len(listed) - 2
+    good("prune", run, "--keep", 2)
+    assert len(good("ls", run, "--json").json["checkpoints"]) == 2
     good("verify", run)
 
 

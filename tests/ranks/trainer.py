@@ -218,7 +218,7 @@ def train(
     scheduler: Any,
     refuses: Refuses,
 ) -> None:
-    rank, used = dist.get_rank(), []
+    rank, used, done = dist.get_rank(), [], 0
     slow_rank, factor = args.slow.split(":")
     seconds = args.sleep * (float(factor) if int(slow_rank) == rank else 1.0)
     touch_step, _, touch_rank = (args.touch or "0:-1").partition(":")
@@ -241,6 +241,8 @@ def train(
             refuses.step += 1
             book.note(step=refuses.step, used=used, weights=checksum(model, optimizer))
             used = []
+            done += 1
+            hooks.settle(ckpt, done)
             if seconds:
                 time.sleep(seconds)  # the length of a step, as a larger model would have it
             stand_still(args, refuses.step, rank)

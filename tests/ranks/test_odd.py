@@ -111,21 +111,22 @@ def _id(directory: Path) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_a_tensor_that_one_rank_has_only_from_some_step_on(make: Any, tmp_path: Path) -> None:
     """The others do not change with it, so nobody would tell what they hold: rank 0 lets all look again."""
     job = make()
-    job.kill_at(150, tmp_path / "barrier", committed=1, steps=152, extra=5, pause=0.03)
+    job.kill_at(130, tmp_path / "barrier", committed=1, steps=132, extra=5, pause=0.03)
     later = [step for step in job.committed_steps() if step > 5]
     assert later, job.committed_steps()
-    assert job.end(steps=152, extra=5) == make("straight").end(steps=152, extra=5, pause=0)
+    assert job.end(steps=132, extra=5) == make("straight").end(steps=132, extra=5, pause=0)
     job.check_nothing_left()
 
 
 def test_frozen_leaves_are_written_once_by_each_rank(make: Any) -> None:
     job = make()
-    job.end(frozen=True, steps=12, keep=4)
+    job.end(frozen=True, steps=12, keep=4, pause=0.05)
     entries = job.good()
-    assert len(entries) >= 3
+    assert len(entries) >= 2
     assert not job.events("snapshot-void")
     for entry in entries:
         leaves = [leaf for record in job.records(entry) for leaf in record.leaves]

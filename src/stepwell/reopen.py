@@ -283,14 +283,14 @@ def _try_all(
     damaged = []
     for candidate in candidates:
         for source in _sources(candidate):
-            started, mine = time.monotonic(), 0
+            started = time.monotonic()
             parts: list[Part] = []
             loaded: Loaded | None = None
             error: Exception | None = None
             try:
                 with _no_collection():
                     parts = _parts(paths, candidate.id, source, holdings)
-                    mine = group.rank if len(parts) == group.size else 0
+                    mine = group.rank if len(parts) == group.size else None
                     loaded = load(parts, tracked, mine=mine, only=only, strict=strict, check=check)
             except Exception as raised:
                 error = raised

@@ -206,3 +206,19 @@ def test_parts_of_tensors_that_were_not_the_same_are_damage() -> None:
     with pytest.raises(DamagedError, match="ranks 0,1 stored parts of tensors that were not the same"):
         Whole(told)
     Whole([told[0], Part(replace(parts[1].record, copies={"0,1": "0" * 16}), parts[1].open_source)])
+
+
+def test_trained_tensors_of_each_rank_go_to_as_many_ranks_only() -> None:
+    """Another number of them would silently get rank 0's. Statistics and generators may be rank 0's."""
+    own = [[Piece("w", torch.full((2,), float(rank)), (2,), (0,), private=True)] for rank in range(2)]
+    parts, _ = write(own)
+    for role, is_bound in (("parameter", True), ("moment1", True), ("optimizer", True), ("buffer", False)):
+        given = [
+            Part(
+                replace(part.record, leaves=tuple(replace(leaf, role=role) for leaf in part.record.leaves)),
+                part.open_source,
+            )
+            for part in parts
+        ]
+        assert Whole(given, 1).bound_to_ranks() == []
+        assert bool(Whole(given, None).bound_to_ranks()) == is_bound

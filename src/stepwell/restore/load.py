@@ -60,17 +60,17 @@ def load(
     parts: Sequence[Part],
     tracked: Sequence[Tracked],
     *,
-    mine: int = 0,
+    mine: int | None = 0,
     only: set[str] | None,
     strict: bool,
     check: Callable[[dict[str, Any]], None] | None = None,
 ) -> Loaded:
     """Fill the live objects from a checkpoint. Raises StateError (mismatch) or DamagedError (bytes).
 
-    mine:   the part whose values, and leaves of a rank's own, are restored
+    mine:   the part whose values, and leaves of a rank's own, are restored; None: another number of ranks saved it
     check:  told the run's own state (its generators are not read yet) before anything is changed; may refuse it
     """
-    record = parts[mine].record
+    record = parts[mine or 0].record
     try:
         if check is not None:
             check(_own_values(record))
@@ -249,7 +249,7 @@ class _Fit:
     """Compares a checkpoint with the live objects and finds the live tensor for each leaf."""
 
     def __init__(self, whole: Whole, tracked: Sequence[Tracked], only: set[str] | None) -> None:
-        self.problems: list[str] = []
+        self.problems: list[str] = whole.bound_to_ranks()
         self.live: dict[str, torch.Tensor] = {}
         self.skipped: set[str] = set()
         self._like: dict[str, list[torch.Tensor]] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from stepwell.errors import DamagedError
 from stepwell.format import dtypes
@@ -19,6 +20,9 @@ from stepwell.format.record import FileEntry, LeafEntry, Record
 from stepwell.restore.read import FileSource, Source
 from stepwell.store import catalog
 from stepwell.store.paths import RunPaths
+
+_TRAINED: Final = ("parameter", "moment1", "moment2", "optimizer")
+"""Roles of leaves that optimizers change. Others of a rank's own (statistics, generators) may be another rank's."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,14 @@ class Fetch:
 
 
 class Whole:
-    """All records of a checkpoint. `mine`: whose values, and leaves of a rank's own, are looked at."""
+    """All records of a checkpoint.
 
-    def __init__(self, parts: Sequence[Part], mine: int = 0) -> None:
+    mine:  whose values, and leaves of a rank's own, are looked at; None: those of rank 0, for another number of ranks
+    """
+
+    def __init__(self, parts: Sequence[Part], mine: int | None = 0) -> None:
         self.parts = parts
+        self._is_resized, mine = mine is None, mine or 0
         self.record = parts[mine].record
         self._check_copies()
         self.leaves: dict[str, LeafEntry] = {}
@@ -96,6 +104,17 @@ class Whole:
     def tensor_bytes(self) -> int:
         """Size of all tensors, each counted once and whole."""
         return sum(entry.end - entry.start for entry in map(whole_leaf, self.leaves.values()))
+
+    def bound_to_ranks(self) -> list[str]:
+        """What only as many ranks can go on with: trained tensors under one name of which each rank has another."""
+        count = len(self.parts)
+        if not self._is_resized:
+            return []
+        return [
+            f"{name}: each of the {count} ranks that saved it has its own; restart on {count} ranks"
+            for name, entry in self.leaves.items()
+            if entry.private and entry.role in _TRAINED
+        ]
 
     @property
     def is_single(self) -> bool:

@@ -10,7 +10,7 @@ PIP_INSTALL := $(PY) -m pip -qq --no-input --disable-pip-version-check install
 
 # pytest comes last: its closing line is the last line of the output. Three processes on two cores: many tests wait.
 test: lint
-	@$(PY) -m pytest -n 3 --dist loadgroup -m 'not soak'
+	@$(PY) -m pytest -n 3 -m 'not soak'
 
 # Ends with what each part did and its seed; `make soak STEPWELL_SOAK_SEED=n` draws the same kills and cuts again.
 soak: export STEPWELL_SOAK_SEED := $(STEPWELL_SOAK_SEED)

@@ -115,6 +115,7 @@ def test_a_source_with_a_state_goes_on(name: str, stops: tuple[int, ...], run_di
     assert promise == ("exact" if name.startswith("iterable") else "order")
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_torchdata_forgets_the_end_of_an_iterable_in_a_worker(run_dir: Path) -> None:
     """torchdata 0.11.0 would yield the next epoch as the rest of this one. An older checkpoint goes on."""

@@ -111,7 +111,7 @@ def _id(directory: Path) -> Any:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_tensor_that_one_rank_has_only_from_some_step_on(make: Any, tmp_path: Path) -> None:
     """The others do not change with it, so nobody would tell what they hold: rank 0 lets all look again."""
     job = make()

@@ -131,7 +131,7 @@ def test_a_run_is_alive_while_any_rank_is(make_job: MakeJob) -> None:
     launch.kill([3])
     assert "left alone" in good("clean", job.where).out  # its agent holds memory still
     job.kill_agents_of(3)
-    assert not good("ls", job.where, "--json").json["alive"]
+    wait_for(lambda: not good("ls", job.where, "--json").json["alive"], "the last killed agent is gone")
     good("clean", job.where)
     assert not (job.where / "step-000000000099.l0001").exists()
     good("verify", job.where)

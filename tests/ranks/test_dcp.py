@@ -57,7 +57,7 @@ def live(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in named_tensors(model, optimizer).items()}
 
 
-CASES = [("fsdp", 4, "named", "tp", 4), ("ddp", 4, "raw", "fsdp", 3), soak("fsdp", 4, "flat", "ddp", 2)]
+CASES = [("fsdp", 4, "named", "tp", 4), soak("ddp", 4, "raw", "fsdp", 3), soak("fsdp", 4, "flat", "ddp", 2)]
 
 
 @pytest.mark.slow

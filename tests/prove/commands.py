@@ -52,3 +52,16 @@ def prove(
 def prove_script(out: Path, *flaw: str, kills: int = 1, seed: int = 1, **environment: str) -> Outcome:
     """Prove tests/prove/scripts/train.py, with or without a flaw."""
     return prove(out, sys.executable, SCRIPT, *flaw, kills=kills, seed=seed, **environment)
+
+
+def processes_in(out: Path) -> list[int]:
+    """Processes whose run directory lies in a trial's directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            environment = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
+        except OSError:
+            continue
+        if f"STEPWELL_WHERE={out}".encode() in environment:
+            found.append(int(entry.name))
+    return found

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prove.commands import DEMO, SCRIPT, prove, prove_script, trial_words
+from tests.prove.commands import DEMO, SCRIPT, processes_in, prove, prove_script, trial_words
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -136,16 +136,16 @@ def test_an_interrupted_trial_leaves_no_process(number: signal.Signals, tmp_path
     # A wrapper, a trainer that ignores what can be ignored, and one in a session of its own, as the agent is.
     command = ["bash", "-c", "setsid sleep 71 & trap '' INT TERM HUP; sleep 72; true"]
     with subprocess.Popen(trial_words(tmp_path / "out", command, kills=1, seed=1), stderr=subprocess.DEVNULL) as trial:
-        assert _comes_true(lambda: len(_processes_in(tmp_path / "out")) == 3)
+        assert _comes_true(lambda: len(processes_in(tmp_path / "out")) == 3)
         trial.send_signal(number)
         assert trial.wait(60) == 128 + number
-    assert _processes_in(tmp_path / "out") == []
+    assert processes_in(tmp_path / "out") == []
 
 
 def test_control_the_processes_of_a_trial_are_seen(tmp_path: Path) -> None:
     environment = {**os.environ, "STEPWELL_WHERE": str(tmp_path / "out" / "reference")}
     with subprocess.Popen(["sleep", "60"], env=environment) as process:
-        assert _comes_true(lambda: _processes_in(tmp_path / "out") == [process.pid])
+        assert _comes_true(lambda: processes_in(tmp_path / "out") == [process.pid])
         process.kill()
 
 
@@ -157,16 +157,3 @@ def _comes_true(condition: object, seconds: float = 60.0) -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-def _processes_in(out: Path) -> list[int]:
-    """Processes whose run directory lies in a trial's directory."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            environment = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
-        except OSError:
-            continue
-        if f"STEPWELL_WHERE={out}".encode() in environment:
-            found.append(int(entry.name))
-    return found

@@ -11,7 +11,7 @@ import pytest
 from stepwell.prove.ranks import count_ranks, find_agents, find_processes
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import ProgressFile
-from tests.prove.commands import ROOT, Outcome, prove
+from tests.prove.commands import ROOT, Outcome, processes_in, prove
 
 SCRIPT = ROOT / "tests" / "prove" / "scripts" / "ranks.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -23,19 +23,6 @@ def prove_ranks(out: Path, ranks: int, *flaw: str, kills: int, seed: int, restar
     return prove(
         out, *launcher, *more, SCRIPT, *flaw, kills=kills, seed=seed, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"
     )
-
-
-def leftovers(out: Path) -> list[int]:
-    """Processes whose run directory lies in the trial's directory."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            environment = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
-        except OSError:
-            continue
-        if f"STEPWELL_WHERE={out}".encode() in environment:
-            found.append(int(entry.name))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -59,7 +46,7 @@ def test_killed_ranks_end_with_the_same_bits(ranks: int, kills: int, restarts: i
         assert kinds == {"rank", "agent", "everything"}
     assert ("started all ranks again" in outcome.stderr) <= (restarts > 0)
     assert document["logged"]["values"] == ranks * document["steps"]
-    assert leftovers(tmp_path / "out") == []
+    assert processes_in(tmp_path / "out") == []
 
 
 @pytest.mark.soak

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from stepwell.agent.persist import Persister
 from stepwell.errors import FencedError, VoidError
 from stepwell.format.manifest import Void
 from stepwell.format.record import FileEntry, Record
+from stepwell.journal import EventLog
 from stepwell.store import assemble, commit, files
 from stepwell.store.lineage import create_next, open_run
 from stepwell.store.paths import RunPaths
@@ -174,3 +178,20 @@ def test_a_reason_that_cannot_be_read_is_a_reason(scene: Scene) -> None:
     (scene.directory / "rank-00002.void").write_bytes(b"?")
     with pytest.raises(VoidError, match="the reason cannot be read"):
         scene.gather()
+
+
+def test_a_rank_that_loses_patience_leaves_its_part_to_the_leader(scene: Scene) -> None:
+    """Which may have gathered the records and be about to name them. Control: after its word the part goes."""
+    scene.leave(0, 1, 2)
+    log = EventLog(scene.paths.events, who="agent")
+    persister = Persister(RunPaths(scene.paths.root, 1), log, lineage=scene.lineage, patience=0.0)
+    pending: Any = SimpleNamespace(
+        id=scene.id, owner=Owner(1, WORLD), written_at=0.0, record=scene.record(1), meta={"name": None}
+    )
+    with pytest.raises(VoidError, match="the leader did not end"):
+        persister.follow(pending)
+    assert sorted(scene.gather()) == [-2, -1, 0], "the records are whole: the leader may commit"
+    assemble.end_void(scene.paths, scene.void(2))
+    with pytest.raises(VoidError, match="no memory"):
+        persister.follow(pending)
+    assert [name for name in files.list_names(scene.directory) if name.startswith("rank-00001")] == []

@@ -103,7 +103,8 @@ class Persister:
         try:
             return self._follow(pending)
         except VoidError:
-            assemble.withdraw(self.paths, pending.id, pending.owner, self._spare)
+            if assemble.is_ended(self.paths, pending.id):  # without the leader's word it may still be committing this
+                assemble.withdraw(self.paths, pending.id, pending.owner, self._spare)
             raise
 
     def _follow(self, pending: Pending) -> bool:

@@ -102,10 +102,15 @@ def end_void(paths: RunPaths, void: Void) -> None:
 
 def check_void(paths: RunPaths, id: CheckpointId) -> None:
     """A rank that is not the leader looks. Raises VoidError if there will be no manifest."""
-    if os.path.lexists(paths.void(id)):
+    if is_ended(paths, id):
         raise VoidError(_say(paths, id, paths.void(id)))
     if not os.path.lexists(paths.checkpoint(id)):
         raise VoidError(f"{id} was given up and removed")
+
+
+def is_ended(paths: RunPaths, id: CheckpointId) -> bool:
+    """Whether the leader said that there will be no manifest."""
+    return os.path.lexists(paths.void(id))
 
 
 def is_outdated(paths: RunPaths, id: CheckpointId) -> bool:
@@ -116,7 +121,7 @@ def is_outdated(paths: RunPaths, id: CheckpointId) -> bool:
 
 
 def withdraw(paths: RunPaths, id: CheckpointId, owner: Owner, spare: Spare | None) -> None:
-    """It is void: this rank's bytes go at once, or each further try would leave a whole state on the disk.
+    """The leader ended it: this rank's bytes go at once, or each further try would leave a whole state on the disk.
 
     What does not change stays, under the name by which the next checkpoint links it.
     """

@@ -83,7 +83,7 @@ class Checkpointer:
             lambda rank, costs: self._pace.note_others(rank, costs),
             lambda: self._leave.take("another rank"),
         )
-        self._paths = RunPaths(options.run_directory(where), self._together.owner.rank)
+        self._paths = RunPaths.at(options.run_place(where), self._together.owner.rank)
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self._seed = seed
         self._tracked = track_objects(options.named_objects(track, tracked))

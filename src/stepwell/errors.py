@@ -9,6 +9,7 @@
     |-- AgentError        the agent process could not be started or reached
     |-- DataError         the data source cannot be resumed
     |-- VoidError         a checkpoint of many ranks came to nothing, because one of them could not take part
+    |-- StorageError      a bucket cannot be reached, or refuses (an OSError too)
     |-- GroupError        a rank did not answer in time, or the processes do not form a group
     `-- FencedError       a newer lineage owns the run; this process may not commit
 
@@ -63,6 +64,10 @@ class DataError(StepwellError):
 
 class VoidError(StepwellError):
     """A rank could not take its part in a checkpoint: it is void for all of them, and older ones stay in force."""
+
+
+class StorageError(StepwellError, OSError):
+    """A bucket cannot be reached, or refuses what was asked. Says nothing about what lies in it."""
 
 
 class GroupError(StepwellError):

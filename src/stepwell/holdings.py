@@ -7,7 +7,6 @@ Holds:   an arena is read through its descriptor, as if it were a file; it is le
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from stepwell.agent.client import AgentClient, find_orphan, peek
 from stepwell.arena.channel import Message, find_ranks, place
@@ -29,9 +28,9 @@ class Holdings:
         self._arenas: list[Arena] = []
 
     @classmethod
-    def find(cls, run: str, root: Path, client: AgentClient, rank: int) -> Holdings:
+    def find(cls, run: str, identity: str, client: AgentClient, rank: int) -> Holdings:
         """Adopt the agent of a dead trainer of this rank, if there is one, or has been in a try before this one."""
-        holdings, where = cls(), place(run, root)
+        holdings, where = cls(), place(run, identity)
         if client.offer is None:
             found = find_orphan(where, rank=rank)
             if found is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any, Final
 
 from stepwell.errors import ConfigError
@@ -16,12 +15,10 @@ ON_UNSEEKABLE: Final = ("error", "replay")
 STRATEGIES: Final = ("auto", "device", "overlap", "blocking")
 
 
-def run_directory(where: str | os.PathLike[str]) -> Path:
-    """The run's directory. `stepwell prove` redirects a script's runs with STEPWELL_WHERE."""
+def run_place(where: str | os.PathLike[str]) -> str:
+    """The run's directory or address. `stepwell prove` redirects a script's runs with STEPWELL_WHERE."""
     text = os.environ.get("STEPWELL_WHERE") or os.fspath(where)
-    if "://" in text:
-        raise ConfigError(f"{text}: object storage is not there yet; give a directory", found=text)
-    return Path(text).absolute()
+    return text if "://" in text else os.path.abspath(text)
 
 
 def seconds_from(variable: str, default: float) -> float:

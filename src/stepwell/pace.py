@@ -23,7 +23,9 @@ from stepwell.policy.interval import Interval
 from stepwell.policy.profile import Profile
 from stepwell.snapshot.ticks import Ticks, device_name
 from stepwell.state.flatten import Flat
+from stepwell.store import desk
 from stepwell.store.history import FAILED, RUNNING, History, HistoryFile, age_of_this_process
+from stepwell.store.objects import ObjectPath
 from stepwell.store.paths import RunPaths
 from stepwell.types import Owner
 
@@ -115,8 +117,9 @@ class Pace:
             self.close(FAILED)
 
     def release(self) -> None:
-        """The writing thread has ended."""
+        """The writing thread has ended: what a run in a bucket wrote on this machine goes there too."""
         self._file.close()
+        desk.publish(self._paths, {})
 
     def _write(self, **changes: str) -> None:
         checkpoint, durable = self._profile.checkpoint, self._profile.durable
@@ -278,6 +281,12 @@ def _conditions(flat: Flat, paths: RunPaths, owner: Owner) -> dict[str, str]:
     return {
         "device": device_name(),
         "state": shapes.hexdigest(),
-        "storage": f"{os.uname().nodename}:{os.statvfs(paths.root).f_fsid:x}",
+        "storage": _storage(paths),
         "world size": str(owner.world_size),
     }
+
+
+def _storage(paths: RunPaths) -> str:
+    if isinstance(paths.root, ObjectPath):
+        return str(paths.root)
+    return f"{os.uname().nodename}:{os.statvfs(paths.root).f_fsid:x}"

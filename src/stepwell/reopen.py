@@ -34,7 +34,7 @@ from stepwell.restore.load import Loaded, load
 from stepwell.restore.plan import Choice, choose
 from stepwell.restore.whole import Part, parts_on_disk
 from stepwell.state.tracked import Tracked
-from stepwell.store import catalog
+from stepwell.store import catalog, desk
 from stepwell.store.lineage import create_next, open_run, read_history
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
@@ -133,7 +133,12 @@ def reopen(
     journal.speak_to_terminal(level=logging.INFO if group.is_leader else logging.WARNING)
     opened = lead(group, "opening the run", lambda: open_run(paths, seed=_seed(seed)).dump().decode())
     run, owner = Run.load(opened.encode(), path=str(paths.run)), Owner(group.rank, group.size)
-    each(group, "the data", lambda: attach(run.seed))
+
+    def begin() -> None:
+        desk.fetch(paths, since=run.created)
+        attach(run.seed)
+
+    each(group, "the data", begin)
 
     def next_lineage(parent: int, step: int) -> Lineage:
         made = lead(group, "the next lineage", lambda: create_next(paths, parent=parent, step=step).dump().decode())
@@ -142,7 +147,7 @@ def reopen(
     if fresh:
         lead(group, "a fresh start", lambda: None if may_abandon else _refuse_overwriting(paths, catalog.scan(paths)))
         return Reopened(run, next_lineage(0, 0), owner)
-    holdings = Holdings.find(run.id, paths.root, client, group.rank)
+    holdings = Holdings.find(run.id, paths.identity, client, group.rank)
     client.launch()
     with contextlib.closing(holdings):
         everywhere = group.all_gather(_inventory(holdings), "what is held in memory")
@@ -170,6 +175,7 @@ def load_only(
     """Take single objects out of a run and leave the run as it is: no lineage, no agent. False: nothing was there."""
     group = LocalGroup() if group is None else group
     only = {only} if isinstance(only, str) else only
+    each(group, "the desk", lambda: desk.fetch(paths))
     journal.speak_to_terminal()
     plans = lead(group, "the plan", lambda: _plan(paths, [], log, step, before, any_branch=True))
     candidates = [_Candidate.load(values) for values in plans]

@@ -83,7 +83,7 @@ def test_what_never_becomes_complete_goes_with_its_trainer(scene: str, run_dir: 
     make_orphan(run_dir, linger=30, scene=scene)
     paths = RunPaths(run_dir)
     wait_for(lambda: directories(paths) == ["step-000000000001.l0001"], "the rest is gone")
-    found = find_orphan(place(read_run(paths).id, run_dir), 0)
+    found = find_orphan(place(read_run(paths).id, RunPaths(run_dir).identity), 0)
     assert found is not None
     channel, offer, fds = found
     assert len(offer["snapshots"]) == 1 and '"step":1,' in offer["snapshots"][0]["record"]

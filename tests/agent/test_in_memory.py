@@ -25,7 +25,7 @@ def committed(paths: RunPaths) -> list[int]:
 
 def adopt(run_dir: Path) -> tuple[Puppet, int]:
     """Become the successor of the dead trainer, and the step that is offered."""
-    found = find_orphan(place(read_run(RunPaths(run_dir)).id, run_dir), 0)
+    found = find_orphan(place(read_run(RunPaths(run_dir)).id, RunPaths(run_dir).identity), 0)
     assert found is not None
     channel, offer, fds = found
     puppet = Puppet(run_dir)

@@ -80,11 +80,11 @@ def test_a_clean_end_leaves_nothing(run_dir: Path) -> None:
     puppet.start()
     assert puppet.save(1)["type"] == "durable"
     assert (
-        find_agents(place(puppet.run.id, puppet.paths.root), 0) and held_arenas() != before
+        find_agents(place(puppet.run.id, puppet.paths.identity), 0) and held_arenas() != before
     )  # the checks can see what they look for
     pid = puppet.client.pid
     assert puppet.close()
-    assert not find_agents(place(puppet.run.id, puppet.paths.root), 0)
+    assert not find_agents(place(puppet.run.id, puppet.paths.identity), 0)
     assert held_arenas() == before
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -94,7 +94,7 @@ def test_a_clean_end_leaves_nothing(run_dir: Path) -> None:
 def test_without_a_successor_the_orphan_ends(run_dir: Path) -> None:
     make_orphan(run_dir, linger=0.2)
     run = read_run(RunPaths(run_dir))
-    wait_for(lambda: not find_agents(place(run.id, run_dir), 0), "the agent ends")
+    wait_for(lambda: not find_agents(place(run.id, RunPaths(run_dir).identity), 0), "the agent ends")
 
 
 def held_arenas() -> list[str]:

@@ -138,7 +138,7 @@ def test_an_agent_that_never_starts_is_an_error(run_dir: Path, monkeypatch: pyte
 
 def test_an_adopted_agent_that_dies_is_replaced_at_the_start(run_dir: Path) -> None:
     agent = make_orphan(run_dir, linger=30)
-    found = find_orphan(place(read_run(RunPaths(run_dir)).id, run_dir), 0)
+    found = find_orphan(place(read_run(RunPaths(run_dir)).id, RunPaths(run_dir).identity), 0)
     assert found is not None
     channel, offer, fds = found
     assert len(offer["snapshots"]) == len(fds) == 1 and offer["agent"] == agent
@@ -154,7 +154,7 @@ def test_an_adopted_agent_that_dies_is_replaced_at_the_start(run_dir: Path) -> N
 
 def test_a_stopped_orphan_does_not_hold_up_a_successor(run_dir: Path) -> None:
     agent = make_orphan(run_dir, linger=30)
-    here = place(read_run(RunPaths(run_dir)).id, run_dir)
+    here = place(read_run(RunPaths(run_dir)).id, RunPaths(run_dir).identity)
     os.kill(agent, signal.SIGSTOP)
     wait_for(lambda: ") T " in Path(f"/proc/{agent}/stat").read_text(), "stopped")
     started = time.monotonic()
@@ -174,7 +174,7 @@ def test_an_agent_whose_trainer_lives_is_not_handed_over(run_dir: Path, caplog: 
     puppet = Puppet(run_dir)
     puppet.start()
     assert puppet.save(1)["type"] == "durable"
-    assert find_orphan(place(puppet.run.id, run_dir), 0) is None
+    assert find_orphan(place(puppet.run.id, RunPaths(run_dir).identity), 0) is None
     assert "is alive" in caplog.text
     assert puppet.save(2)["type"] == "durable"
     assert puppet.close()

@@ -131,4 +131,6 @@ def test_killed_in_the_moment_save_returned(number: int, run_dir: Path) -> None:
     wait_for(
         lambda: [entry.id.step for entry in scan(RunPaths(run_dir)) if entry.is_good][:1] == [3], "step 3 is durable"
     )
-    wait_for(lambda: not find_agents(place(read_run(RunPaths(run_dir)).id, run_dir), 0), "the agent ends")
+    wait_for(
+        lambda: not find_agents(place(read_run(RunPaths(run_dir)).id, RunPaths(run_dir).identity), 0), "the agent ends"
+    )

@@ -139,12 +139,12 @@ def test_frozen_leaves_are_stored_by_reference(build: RunBuilder, tmp_path: Path
     first = build.write(state(1), 1, frozen=["x/w"])
     source = build.paths.checkpoint(first) / "rank-00000.frozen.safetensors"
     target = tmp_path / "again"
-    assert commit.link_file(source, target)
+    assert commit.share_file(source, target)
     assert os.stat(target).st_ino == os.stat(source).st_ino
     source.unlink()
     record = Record.load((build.paths.checkpoint(first) / "rank-00000.json").read_bytes(), path="x")
     assert target.stat().st_size == record.files[1].nbytes
-    assert not commit.link_file(tmp_path / "missing", target)
+    assert not commit.share_file(tmp_path / "missing", target)
 
 
 # -- progress --------------------------------------------------------------------------------------------------------

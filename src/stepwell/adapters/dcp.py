@@ -14,7 +14,6 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,16 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from stepwell import ConfigError, RestoreError, StateError
-from stepwell.interchange.dcp_state import Behind, Box, flat_state, give_optimizer, open_checkpoint, own_errors, tree_of
+from stepwell.interchange.dcp_state import (
+    Behind,
+    Box,
+    flat_state,
+    give_optimizer,
+    is_run,
+    open_checkpoint,
+    own_errors,
+    tree_of,
+)
 
 __all__ = ["StepwellReader", "load_into", "parameter_names"]
 
@@ -42,7 +50,7 @@ __all__ = ["StepwellReader", "load_into", "parameter_names"]
 class StepwellReader(StorageReader):
     """Reads a checkpoint of a run for `dcp.load`.
 
-    run:    the run's directory
+    run:    the run's directory, or its address in a bucket
     step:   which checkpoint; by default the one that a restart would use
     names:  of tracked optimizers: names of their parameters, in their order (`parameter_names`), for state dicts that
             have names in the place of numbers, as those of `torch.distributed.checkpoint.state_dict`
@@ -53,7 +61,7 @@ class StepwellReader(StorageReader):
     def __init__(
         self, run: str | os.PathLike[str], step: int | None = None, *, names: Mapping[str, Sequence[str]] | None = None
     ) -> None:
-        self._run = Path(run)
+        self._run = os.fspath(run)
         self._step = step
         self._names = names
         self._behind: Behind | None = None
@@ -61,12 +69,12 @@ class StepwellReader(StorageReader):
     @property
     def checkpoint_id(self) -> str:
         """The run's directory."""
-        return str(self._run)
+        return self._run
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load begins; `checkpoint_id`: of the run in that directory."""
         if checkpoint_id is not None:
-            self._run = Path(checkpoint_id)
+            self._run = os.fspath(checkpoint_id)
         self._close()
 
     def read_metadata(self) -> Metadata:
@@ -119,8 +127,8 @@ class StepwellReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a run is in this directory."""
-        return (Path(checkpoint_id) / "run.json").is_file()
+        """Whether a run is in this place."""
+        return is_run(os.fspath(checkpoint_id))
 
     def _opened(self) -> Behind:
         if self._behind is None:

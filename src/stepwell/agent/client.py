@@ -312,11 +312,13 @@ class AgentClient:
 
 
 def _import_path() -> list[str]:
-    """Where the isolated interpreter finds stepwell and its one dependency, wherever the trainer found them."""
+    """Where the isolated interpreter finds stepwell and what it needs, wherever the trainer found it."""
     import xxhash
 
-    found = [str(Path(__file__).resolve().parents[2]), str(Path(xxhash.__file__).resolve().parents[1])]
-    return list(dict.fromkeys(found))
+    client = sys.modules.get("obstore")  # loaded by now if the run lies in a bucket
+    files = [Path(module.__file__) for module in (xxhash, client) if module is not None and module.__file__]
+    found = [Path(__file__).resolve().parents[2], *(file.resolve().parents[1] for file in files)]
+    return list(dict.fromkeys(map(str, found)))
 
 
 def peek(place: str, rank: int) -> tuple[Message, list[int]] | None:

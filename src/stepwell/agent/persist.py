@@ -15,8 +15,8 @@ from pathlib import Path
 
 from stepwell import events, journal
 from stepwell.agent.queue import AbandonedError, Pending
-from stepwell.agent.tuning import Place, file_system_type, recall, remember
-from stepwell.agent.writer import Writer, copy_file, digest_image
+from stepwell.agent.shelf import shelf_of
+from stepwell.agent.writer import Writer, digest_image
 from stepwell.arena.memory import FROZEN
 from stepwell.errors import StepwellError, VoidError
 from stepwell.faults import crash_point
@@ -25,8 +25,8 @@ from stepwell.format.manifest import Manifest, RecordRef, Void
 from stepwell.format.record import FileEntry, Record, check_file_name
 from stepwell.store import assemble, catalog, commit, files, retention
 from stepwell.store.lineage import newest_number
+from stepwell.store.objects import Location
 from stepwell.store.paths import RunPaths
-from stepwell.store.spare import Spare
 from stepwell.types import Keep, Owner
 
 
@@ -43,12 +43,9 @@ class Persister:
         patience: float = 600.0,
     ) -> None:
         self.paths = paths
-        self._lineage = lineage
         self.log = log
-        self._writer = Writer() if writer is None else writer
-        self._has_recalled = False
-        self._spare: Spare | None = None
-        self._frozen: tuple[tuple[int, int], Path, FileEntry] | None = None
+        self.shelf = shelf_of(paths, Writer() if writer is None else writer, lineage)
+        self._frozen: tuple[tuple[int, int], Location, FileEntry] | None = None
         self._patience = patience
 
     def persist(self, pending: Pending) -> bool:
@@ -104,7 +101,7 @@ class Persister:
             return self._follow(pending)
         except VoidError:
             if assemble.is_ended(self.paths, pending.id):  # without the leader's word it may still be committing this
-                assemble.withdraw(self.paths, pending.id, pending.owner, self._spare)
+                assemble.withdraw(self.paths, pending.id, pending.owner, self.shelf.spare)
             raise
 
     def _follow(self, pending: Pending) -> bool:
@@ -184,71 +181,37 @@ class Persister:
         )
         commit.publish_manifest(self.paths, manifest)
 
-    def _write_live(self, pending: Pending, directory: Path) -> FileEntry:
-        name, nbytes = f"{pending.owner.stem}.safetensors", pending.layout.nbytes
-        temporary = directory / f"{name}{files.TEMPORARY}"
+    def _write_live(self, pending: Pending, directory: Location) -> FileEntry:
+        name, nbytes, grain = f"{pending.owner.stem}.safetensors", pending.layout.nbytes, block_bytes(pending.owner)
         image = pending.arena.image(pending.slot, pending.arena.shape.slot_bytes)
-        self._recall()
-        if self._spare is None:
-            kind = file_system_type(self.paths.root)
-            self._spare = Spare(self.paths.root, pending.owner.stem, self._lineage, file_system=kind)
-        is_there = self._spare.take(temporary)
-        grain = block_bytes(pending.owner)
-        blocks = self._writer.write(temporary, image, nbytes, pending.arrive, reuse=is_there, block_bytes=grain)
-        try:
-            pending.wait_complete()  # before any name is given: bytes alone are no snapshot
-        except AbandonedError:
-            temporary.unlink(missing_ok=True)
-            raise
-        commit.publish_file(temporary, directory / name)
+        blocks = self.shelf.put_image(
+            directory / name, image, nbytes, grain, arrive=pending.arrive, settle=pending.wait_complete
+        )
         return FileEntry(name, "safetensors", nbytes, grain, blocks)
 
-    def _write_frozen(self, pending: Pending, directory: Path) -> FileEntry:
+    def _write_frozen(self, pending: Pending, directory: Location) -> FileEntry:
         name, nbytes = f"{pending.owner.stem}.frozen.safetensors", pending.layout.frozen_bytes
         key = (pending.arena.shape.generation, pending.meta["frozen"])
-        if self._frozen is not None and self._frozen[0] == key and commit.link_file(self._frozen[1], directory / name):
+        if self._frozen is not None and self._frozen[0] == key and commit.share_file(self._frozen[1], directory / name):
             self._frozen = (key, directory / name, self._frozen[2])
             return self._frozen[2]
-        temporary = directory / f"{name}{files.TEMPORARY}"
         image = pending.arena.image(FROZEN, pending.arena.shape.frozen_bytes)
         grain = block_bytes(pending.owner)
-        blocks = self._writer.write(temporary, image, nbytes, block_bytes=grain)
+        blocks = self.shelf.put_image(
+            directory / name, image, nbytes, grain, arrive=lambda _: 0.0, settle=pending.wait_complete
+        )
         entry = FileEntry(name, "safetensors", nbytes, grain, blocks)
-        commit.publish_file(temporary, directory / name)
         self._frozen = (key, directory / name, entry)
         return entry
 
-    def _recall(self) -> None:
-        """Once: what an earlier agent found out about this file system."""
-        if not self._has_recalled:
-            self._has_recalled = True
-            with contextlib.suppress(OSError):
-                known = recall(self.paths.storage, Place.of(self.paths.root))
-                if known is not None:
-                    self._writer.tuner.use(*known)
-
     def remember(self) -> None:
-        """If something was found out about the file system: say so, and keep it for the next start."""
-        tuner = self._writer.tuner
-        if not tuner.news:
-            return
-        place, reason, tuner.news = Place.of(self.paths.root), tuner.news, ""
-        self.log.emit(
-            events.Storage(
-                file_system=place.file_system,
-                threads=tuner.setting.threads,
-                write_bytes=tuner.setting.write_bytes,
-                bytes_per_second=tuner.rate,
-                reason=reason,
-            )
-        )
-        remember(self.paths.storage, place, tuner.setting, tuner.rate)
+        """If something was found out about the storage: say so."""
+        if (news := self.shelf.news()) is not None:
+            self.log.emit(news)
 
-    def _attach(self, pending: Pending, directory: Path, name: str, source: str) -> FileEntry:
+    def _attach(self, pending: Pending, directory: Location, name: str, source: str) -> FileEntry:
         final = check_file_name(f"{pending.owner.stem}.file.{name}", path=source)
-        temporary = directory / f"{final}{files.TEMPORARY}"
-        nbytes, blocks = copy_file(Path(source), temporary)
-        commit.publish_file(temporary, directory / final)
+        nbytes, blocks = self.shelf.put_file(Path(source), directory / final)
         return FileEntry(final, "opaque", nbytes, BLOCK_BYTES, blocks)
 
     def prune(self, lineage: int, keep: Keep) -> bool:
@@ -266,10 +229,8 @@ class Persister:
         return is_clean
 
     def close(self) -> None:
-        """No more checkpoints: what was kept for the next one goes."""
-        if self._spare is not None:
-            with contextlib.suppress(OSError):  # swept by the next start
-                self._spare.drop()
+        """No more checkpoints."""
+        self.shelf.close()
 
     def _remove(self, lineage: int, entries: Sequence[tuple[catalog.Entry, str]]) -> bool:
         is_clean = True
@@ -278,7 +239,7 @@ class Persister:
                 break
             try:
                 if entry.is_committed:
-                    retention.remove_checkpoint(entry, self._spare)
+                    retention.remove_checkpoint(entry, self.shelf.spare)
                 else:
                     retention.remove_directory(entry)
                 self.log.emit(events.Prune(directory=entry.id.directory, reason=reason))

@@ -32,6 +32,7 @@ from stepwell.arena.channel import Channel, Message, is_same_user, listen, place
 from stepwell.arena.memory import Arena, ArenaShape
 from stepwell.errors import StepwellError
 from stepwell.format.manifest import Void
+from stepwell.store import desk
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
 from stepwell.types import CheckpointId, Keep, Owner
@@ -79,6 +80,7 @@ class Agent:
                 key.data()
             self._tend()
         self.worker.persister.close()
+        desk.publish(self.paths, {})
         if self.channel is not None:
             self._send({"type": "bye"})
 
@@ -115,10 +117,12 @@ class Agent:
 
     def _beat(self) -> None:
         """Show other machines that this run is alive. A thread of its own: the file system may hang."""
+        seen: dict[str, float] = {}
         while True:
             if self._trainer_pid:
                 with contextlib.suppress(OSError):
                     os.utime(self.paths.progress, follow_symlinks=False)
+            desk.publish(self.paths, seen)
             time.sleep(_BEAT_SECONDS)
 
     def _send(self, message: Message) -> None:
@@ -152,11 +156,11 @@ class Agent:
             self.owner = Owner(message["rank"], message["world_size"])
             faults.set_rank(self.owner.rank)
             self.linger_seconds = message["linger"]
-            self.paths = RunPaths(Path(message["root"]), self.owner.rank)
+            self.paths = RunPaths.at(message["root"], self.owner.rank)
             self.worker.serve(self.paths, self.lineage, Keep(**message["keep"]), message["patience"])
             self._leave_at, self._is_greeted = None, True
         if self._listener is None:
-            self._listener = listen(place(self.run_id, self.paths.root), self.owner.rank)
+            self._listener = listen(place(self.run_id, self.paths.identity), self.owner.rank)
             self._selector.register(self._listener, selectors.EVENT_READ, self._on_successor)
         self._watch(message["pid"])
         self._send({"type": "ready", "pid": os.getpid()})

@@ -15,7 +15,6 @@ import select
 import socket
 import struct
 import time
-from pathlib import Path
 from typing import Any, Final
 
 Message = dict[str, Any]
@@ -105,10 +104,9 @@ class Channel:
         self.socket.close()
 
 
-def place(run: str, root: Path) -> str:
-    """The run in this very directory: a copy has the same id, and must not be given the original's memory."""
-    facts = os.stat(root)
-    return f"{run}.{facts.st_dev:x}.{facts.st_ino:x}"
+def place(run: str, identity: str) -> str:
+    """The run in this very directory or bucket: a copy has the same id, and must not be given the original's memory."""
+    return f"{run}.{identity}"
 
 
 def listen(place: str, rank: int) -> socket.socket:

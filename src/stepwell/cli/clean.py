@@ -7,11 +7,9 @@ Holds:   a live run loses nothing. Leftovers are listed first, then life is look
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -20,9 +18,9 @@ from stepwell.cli import wording
 from stepwell.cli.liveness import QUIET_SECONDS, Life, is_process_alive, look_for_life
 from stepwell.cli.locate import find_run
 from stepwell.cli.output import json_option, print_json, print_wrapped
-from stepwell.cli.survey import disk_bytes
 from stepwell.errors import StepwellError
 from stepwell.store import catalog, files, retention
+from stepwell.store.objects import Location, ObjectPath
 from stepwell.store.paths import RunPaths
 
 _BY_PROCESS: Final = re.compile(r"\.(\d+)\.tmp$")
@@ -34,7 +32,7 @@ _IN_LINEAGES: Final = re.compile(r"^\d+\.json\.\d+\.tmp$")
 class Leftover:
     """A temporary file, or a directory that never became a checkpoint (`entry`)."""
 
-    path: Path
+    path: Location
     nbytes: int
     modified: float
     entry: catalog.Entry | None = None
@@ -83,7 +81,7 @@ def clean_run(paths: RunPaths) -> Cleaned:
         result.kept.append(life.why)
         return result
     for item in found:
-        if item.entry is not None and os.path.lexists(paths.manifest(item.entry.id)):
+        if item.entry is not None and files.exists(paths.manifest(item.entry.id)):
             continue  # its agent committed it, as its last act, between listing and looking
         if is_in_use(item, life):
             result.kept.append(f"{item.path.name} was written just now by another process")
@@ -116,8 +114,8 @@ def find_leftovers(paths: RunPaths) -> list[Leftover]:
     for entry in catalog.scan(paths):
         try:
             if not entry.is_committed:
-                nbytes, modified = disk_bytes(entry.path), os.lstat(entry.path).st_mtime
-                found.append(Leftover(entry.path, nbytes, modified, entry))
+                inside = files.directory_facts(entry.path)
+                found.append(Leftover(entry.path, inside.nbytes, inside.modified, entry))
             else:
                 found += _temporary(entry.path, re.compile(rf"{re.escape(files.TEMPORARY)}$"))
         except FileNotFoundError:
@@ -125,21 +123,17 @@ def find_leftovers(paths: RunPaths) -> list[Leftover]:
     return found
 
 
-def _temporary(directory: Path, name: re.Pattern[str]) -> list[Leftover]:
-    found = []
-    if directory.is_dir() and not directory.is_symlink():
-        with os.scandir(directory) as items:
-            for item in items:
-                if name.search(item.name) and item.is_file(follow_symlinks=False):
-                    stat = item.stat(follow_symlinks=False)
-                    found.append(Leftover(Path(item.path), stat.st_size, stat.st_mtime))
-    return sorted(found, key=lambda leftover: leftover.path)
+def _temporary(directory: Location, name: re.Pattern[str]) -> list[Leftover]:
+    if isinstance(directory, ObjectPath) or not files.is_directory(directory):
+        return []  # in a bucket nothing has a temporary name
+    inside = sorted(files.list_facts(directory).items())
+    return [Leftover(directory / file, found.nbytes, found.modified) for file, found in inside if name.search(file)]
 
 
 def _print(run: str, result: Cleaned) -> None:
     for item in result.removed:
         what = "uncommitted" if item.entry is not None else "temporary"
-        where = item.path.relative_to(result.paths.root)
+        where = _inside(item.path, result.paths.root)
         print_wrapped(f"removed  {what}  {where}  {wording.size(item.nbytes)}", indent="  ")
     for problem in result.failed:
         print_wrapped(f"could not remove  {problem}", indent="  ")
@@ -160,7 +154,7 @@ def _document(result: Cleaned) -> dict[str, Any]:
         "run": str(root),
         "removed": [
             {
-                "path": str(item.path.relative_to(root)),
+                "path": _inside(item.path, root),
                 "kind": "uncommitted" if item.entry is not None else "temporary",
                 "nbytes": item.nbytes,
             }
@@ -170,3 +164,7 @@ def _document(result: Cleaned) -> dict[str, Any]:
         "left_alone": result.kept,
         "failed": result.failed,
     }
+
+
+def _inside(path: Location, root: Location) -> str:
+    return str(path).removeprefix(f"{root}/")

@@ -8,7 +8,6 @@ Holds:   in doubt a run is alive. It is dead only if the trainers of all ranks a
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Final
 from stepwell.arena.channel import find_agents, find_ranks, place
 from stepwell.cli import wording
 from stepwell.errors import DamagedError
+from stepwell.store import files
 from stepwell.store.lineage import read_run
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import Progress, read_progress
@@ -83,7 +83,7 @@ def _processes(what: str, pids: tuple[int, ...]) -> str:
 def listening_agents(paths: RunPaths) -> tuple[int, ...]:
     """Processes of agents of this run on this machine, of all ranks; the end of an agent's address is its pid."""
     try:
-        where = place(read_run(paths).id, paths.root)
+        where = place(read_run(paths).id, paths.identity)
     except DamagedError:
         return ()
     addresses = [address for rank in find_ranks(where) for address in find_agents(where, rank)]
@@ -139,6 +139,6 @@ def _quiet_seconds(ranks: Sequence[RunPaths]) -> float:
     newest = 0.0
     for paths in ranks:
         for path in (paths.progress, paths.events, paths.run, paths.lineages):
-            with contextlib.suppress(OSError):
-                newest = max(newest, os.lstat(path).st_mtime)
+            if (found := files.facts(path)) is not None:
+                newest = max(newest, found.modified)
     return max(0.0, time.time() - newest)

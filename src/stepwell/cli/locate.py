@@ -18,8 +18,9 @@ from stepwell.errors import ConfigError, DamagedError
 from stepwell.format.manifest import Manifest
 from stepwell.restore.plan import choose
 from stepwell.restore.whole import Whole, parts_on_disk
-from stepwell.store import catalog
+from stepwell.store import catalog, desk, files
 from stepwell.store.lineage import read_history
+from stepwell.store.objects import Location
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
@@ -54,8 +55,9 @@ def step_option(command: F) -> F:
 
 def find_run(text: str) -> RunPaths:
     """The run in a directory. Raises ConfigError that says what is there instead."""
-    root = Path(text)
-    if not root.is_dir():
+    paths = RunPaths.at(text)
+    root = paths.root
+    if not (root.is_dir() if isinstance(root, Path) else files.is_directory(root)):
         raise ConfigError(
             f"{text}: no such directory; give the directory that was passed to Checkpointer", path=str(root)
         )
@@ -63,19 +65,20 @@ def find_run(text: str) -> RunPaths:
         below = _runs_below(root)
         advice = f"; there are runs below it: {', '.join(below)}" if below else "; give the run's own directory"
         raise ConfigError(f"{text}: not a run (no run.json, no checkpoint){advice}", path=str(root))
-    return RunPaths(root)
+    desk.fetch(paths, is_reader=True)
+    return paths
 
 
-def is_run(root: Path) -> bool:
+def is_run(root: Location) -> bool:
     """Whether a directory was made by a Checkpointer. A run whose run.json is lost still is one."""
+    names = files.list_names(root, follow=True)
     paths = RunPaths(root)
-    if paths.run.exists() or paths.lineages.is_dir():
-        return True
-    return any(CheckpointId.parse(name) is not None for name in os.listdir(root))
+    return any(name in (paths.run.name, paths.lineages.name) or CheckpointId.parse(name) is not None for name in names)
 
 
-def _runs_below(root: Path) -> list[str]:
-    found = sorted(str(path) for path in root.iterdir() if (path / "run.json").is_file())
+def _runs_below(root: Location) -> list[str]:
+    names = files.list_names(root, follow=True)
+    found = [str(root / name) for name in names if files.exists(root / name / "run.json")]
     return found[:_MOST_SUGGESTED] + (["..."] if len(found) > _MOST_SUGGESTED else [])
 
 
@@ -86,12 +89,13 @@ def split(text: str, step: int | None) -> tuple[RunPaths, int | None, Checkpoint
         if step is not None and step != int(number):
             raise ConfigError(f"{text} and --step {step} name two steps; drop one of them")
         return find_run(run), int(number), None
-    path = Path(text)
-    id = CheckpointId.parse(path.resolve().name) if path.is_dir() else None
+    paths = RunPaths.at(text)
+    path = paths.root.resolve() if isinstance(paths.root, Path) else paths.root
+    id = CheckpointId.parse(path.name) if not isinstance(path, Path) or path.is_dir() else None
     if id is not None:
         if step is not None and step != id.step:
             raise ConfigError(f"{text} and --step {step} name two steps; drop one of them")
-        return RunPaths(path.resolve().parent), None, id
+        return RunPaths(path.parent), None, id
     return find_run(text), step, None
 
 

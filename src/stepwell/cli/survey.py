@@ -7,13 +7,11 @@ Holds:   an entry counts as good only if every record it names is there, unchang
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from stepwell.errors import DamagedError
 from stepwell.format.manifest import Manifest
-from stepwell.store import catalog
+from stepwell.store import catalog, files
 from stepwell.store.paths import RunPaths
 
 
@@ -68,14 +66,10 @@ def look(paths: RunPaths, entry: catalog.Entry) -> Surveyed:
             for rank in range(manifest.world_size):
                 catalog.read_record(paths, manifest, rank)
         except DamagedError as error:
-            os.lstat(paths.manifest(entry.id))  # pruned by a live run, not damaged: it has no manifest any more
+            if not files.exists(paths.manifest(entry.id)):
+                raise FileNotFoundError(str(entry.path)) from error  # pruned by a live run, not damaged
             entry = replace(entry, manifest=None, damage=str(error))
     if manifest is not None:
         return Surveyed(entry, manifest, manifest.nbytes, manifest.created)
-    return Surveyed(entry, None, disk_bytes(entry.path), os.lstat(entry.path).st_mtime)
-
-
-def disk_bytes(directory: Path) -> int:
-    """Size of the files in a directory."""
-    with os.scandir(directory) as items:
-        return sum(item.stat(follow_symlinks=False).st_size for item in items)
+    found = files.directory_facts(entry.path)
+    return Surveyed(entry, None, found.nbytes, found.modified)

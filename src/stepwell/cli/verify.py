@@ -6,10 +6,8 @@ Holds:   a checkpoint is whole only if its manifest, its records and all bytes o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -21,15 +19,17 @@ from stepwell.cli.output import Column, json_option, print_json, print_table, pr
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.format.manifest import Lineage
 from stepwell.format.record import FileEntry
-from stepwell.restore.read import FileSource, read_file
+from stepwell.restore.read import Source, read_file
+from stepwell.restore.remote import open_file
 from stepwell.restore.whole import Part, Whole, check_cover
 from stepwell.store import catalog, files
 from stepwell.store.lineage import read_history, read_run
+from stepwell.store.objects import Location
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
 _COLUMNS = (Column("checkpoint"), Column("state"), Column("size", right=True, gives_way=1))
-_Key = tuple[int, int, tuple[str, ...]]
+_Key = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ def _check_run(paths: RunPaths) -> Iterator[str]:
         read_run(paths)
     except DamagedError as error:
         yield str(error)
-    names = sorted(os.listdir(paths.lineages)) if paths.lineages.is_dir() else []
-    for name in names:
+    for name in files.list_names(paths.lineages, follow=True):
         path = paths.lineages / name
         if name.endswith(".json"):
             try:
@@ -93,7 +92,7 @@ def _check_all(paths: RunPaths, entries: list[catalog.Entry], add: Callable[[int
     known: dict[_Key, str | None] = {}
     for entry in entries:
         verdict = _check(paths, entry, known, add)
-        if not verdict.damage or os.path.lexists(paths.manifest(entry.id)):
+        if not verdict.damage or files.exists(paths.manifest(entry.id)):
             yield verdict  # else a live run pruned it while we read: nothing is wrong
 
 
@@ -121,7 +120,7 @@ def _check(paths: RunPaths, entry: catalog.Entry, known: dict[_Key, str | None],
     return Verdict(entry.id, manifest.nbytes, damage)
 
 
-def _no_source(file: FileEntry) -> FileSource:
+def _no_source(file: FileEntry) -> Source:
     raise AssertionError(f"{file.name}: the records alone are looked at")
 
 
@@ -134,11 +133,10 @@ def _check_file(
 ) -> str | None:
     """What is wrong with a file. One that several checkpoints link, with the same checksums, is read once."""
     path = entry.path / file.name
-    try:
-        found = os.lstat(path)
-    except OSError as error:
-        return f"{path}: {error.strerror}"
-    key = (found.st_dev, found.st_ino, file.blocks)
+    found = files.facts(path)
+    if found is None:
+        return f"{path}: No such file"
+    key = (found.identity or str(path), file.blocks)
     if key in known:
         add(file.nbytes)
         problem = known[key]
@@ -147,9 +145,9 @@ def _check_file(
     return known[key]
 
 
-def _read_all(path: Path, file: FileEntry, add: Callable[[int], None]) -> str | None:
+def _read_all(path: Location, file: FileEntry, add: Callable[[int], None]) -> str | None:
     try:
-        source = FileSource(path)
+        source = open_file(path)
         try:
             read_file(source, file, [], _ignore, check_all=True, on_block=add)
         finally:

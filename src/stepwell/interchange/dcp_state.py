@@ -17,7 +17,7 @@ from stepwell.errors import DamagedError, StateError, StepwellError
 from stepwell.format.box import Box
 from stepwell.interchange.merged import tree_of
 from stepwell.interchange.outline import damage_if_malformed, key_text, tagged
-from stepwell.interchange.reading import Tensors, entries_of, open_checkpoint
+from stepwell.interchange.reading import Tensors, entries_of, is_run, open_checkpoint
 from stepwell.interchange.torch_file import as_tensor
 from stepwell.restore.whole import Whole
 
@@ -26,7 +26,17 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Behind", "Box", "FlatState", "flat_state", "give_optimizer", "open_checkpoint", "own_errors", "tree_of"]
+__all__ = [
+    "Behind",
+    "Box",
+    "FlatState",
+    "flat_state",
+    "give_optimizer",
+    "is_run",
+    "open_checkpoint",
+    "own_errors",
+    "tree_of",
+]
 
 Path = tuple[str | int, ...]
 _MAPPINGS: Final = ("$dict", "$ordered", "$counter")

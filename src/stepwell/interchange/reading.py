@@ -8,9 +8,9 @@ Holds:   memory is a few blocks: `deliver_leaves` passes them on in the order of
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from stepwell.errors import DamagedError, RestoreError, listing
@@ -20,7 +20,7 @@ from stepwell.format.record import LeafEntry
 from stepwell.restore.plan import choose
 from stepwell.restore.read import Deliver, Source, read_file, read_some
 from stepwell.restore.whole import Part, Whole, parts_on_disk, whole_leaf
-from stepwell.store import catalog
+from stepwell.store import catalog, files
 from stepwell.store.paths import RunPaths
 
 _MOST_NAMED: Final = 3
@@ -28,12 +28,17 @@ OnBytes = Callable[[int], None]
 """Told of every piece delivered, for a progress bar. From several threads at once."""
 
 
-def open_checkpoint(root: Path, step: int | None, rank: int = 0, world_size: int = 1) -> Whole:
+def is_run(where: str | os.PathLike[str]) -> bool:
+    """Whether a run is in this directory or bucket."""
+    return files.exists(RunPaths.at(where).run)
+
+
+def open_checkpoint(where: str | os.PathLike[str], step: int | None, rank: int = 0, world_size: int = 1) -> Whole:
     """The checkpoint of a run that a restart would use, or that of a step. Raises RestoreError if there is none.
 
     rank, world_size:  who asks: where as many ranks saved it, each gets its own values and leaves back
     """
-    paths, problems = RunPaths(root), []
+    paths, problems = RunPaths.at(where), []
     for choice in choose(catalog.scan(paths), step=step):
         manifest = choice.entry.manifest
         if choice.rank is None or manifest is None:
@@ -44,7 +49,9 @@ def open_checkpoint(root: Path, step: int | None, rank: int = 0, world_size: int
         except DamagedError as error:
             problems.append(f"{choice.entry.id}: {error}")
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-    raise RestoreError(f"{root} holds no {wanted} that can be read\n{listing(problems)}".rstrip(), path=str(root))
+    raise RestoreError(
+        f"{where} holds no {wanted} that can be read\n{listing(problems)}".rstrip(), path=os.fspath(where)
+    )
 
 
 def entries_of(whole: Whole, wanted: set[str]) -> list[LeafEntry]:

@@ -31,6 +31,7 @@ from stepwell.prove.logs import compare_ranks
 from stepwell.prove.moments import Moment, choose_moments
 from stepwell.prove.proof import Failure, Kill, Proof, Void
 from stepwell.prove.ranks import Processes, count_ranks, find_agents, find_processes, read_all
+from stepwell.store import files
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
 
@@ -136,7 +137,7 @@ def prepare_directory(out: Path) -> None:
 
 
 def _why_no_kill(out: Path, steps: int, first: int | None) -> str | None:
-    if not RunPaths(out / "reference").run.exists():
+    if not files.exists(RunPaths(out / "reference").run):
         return "the script made no run: it has to train with stepwell.Checkpointer"
     if first is None:
         return "the script never committed a checkpoint, so there is nothing to resume from"
@@ -155,7 +156,7 @@ class _Watch:
         where = trial.out.absolute() / name
         self._name = name
         self._listener = trial.listener
-        self._paths = RunPaths(where)
+        self._root, self._paths = where, RunPaths(where)
         self._ranks = ranks
         self._lineage = 0  # of the last attempt that was killed
         self._attempts = 1
@@ -238,7 +239,7 @@ class _Watch:
         return True
 
     def _processes(self) -> Processes | None:
-        return find_processes(self._paths.root, self._ranks, after=self._lineage)
+        return find_processes(self._root, self._ranks, after=self._lineage)
 
     def _strike(self, moment: Moment, found: Processes) -> bool:
         """Kill whom the moment names. False: somebody was gone already."""
@@ -251,7 +252,7 @@ class _Watch:
 
     def _is_started_again(self) -> bool:
         """One rank is dead. Wait until its launcher has started all again (True), or everything has ended."""
-        agents = find_agents(self._paths.root, self._ranks)
+        agents = find_agents(self._root, self._ranks)
         deadline = time.monotonic() + _NOTICE_SECONDS
         while self.command.poll() is None:
             if self._processes() is not None:
@@ -261,7 +262,7 @@ class _Watch:
                 self._listener.said(f"  nobody noticed within {_NOTICE_SECONDS:.0f} s: the others are ended")
                 break
             time.sleep(_TAIL_SECONDS)
-        self.command.finish(spare=agents | find_agents(self._paths.root, self._ranks))
+        self.command.finish(spare=agents | find_agents(self._root, self._ranks))
         return False
 
     def with_resumes(self) -> list[Kill]:
@@ -286,6 +287,6 @@ class _Watch:
         """Snapshots that the ranks of this run threw away."""
         return [
             Void(self._name, event["step"], event["leaf"], event["seen_by"])
-            for lines in read_all(self._paths.root, ranks)
+            for lines in read_all(self._root, ranks)
             for event in history.voided(lines)
         ]

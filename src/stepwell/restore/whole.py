@@ -17,7 +17,8 @@ from stepwell.format import dtypes
 from stepwell.format.box import Box, is_covered
 from stepwell.format.manifest import Manifest
 from stepwell.format.record import FileEntry, LeafEntry, Record
-from stepwell.restore.read import FileSource, Source
+from stepwell.restore.read import Source
+from stepwell.restore.remote import open_file
 from stepwell.store import catalog
 from stepwell.store.paths import RunPaths
 
@@ -37,7 +38,7 @@ def parts_on_disk(paths: RunPaths, manifest: Manifest) -> list[Part]:
     """All records of a checkpoint, and the way to their files. Raises DamagedError."""
     directory = paths.checkpoint(manifest.id)
     records = [catalog.read_record(paths, manifest, rank) for rank in range(manifest.world_size)]
-    return [Part(record, lambda file: FileSource(directory / file.name)) for record in records]
+    return [Part(record, lambda file: open_file(directory / file.name)) for record in records]
 
 
 @dataclass(frozen=True)

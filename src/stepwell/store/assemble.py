@@ -9,7 +9,6 @@ Holds:   a record is never replaced once it is there, so a manifest names what i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from stepwell.errors import DamagedError, VoidError
@@ -18,6 +17,7 @@ from stepwell.format.manifest import RecordRef, Void
 from stepwell.format.record import Record
 from stepwell.store import catalog, files
 from stepwell.store.commit import check_fence, record_name
+from stepwell.store.objects import Location
 from stepwell.store.paths import RunPaths
 from stepwell.store.spare import Spare
 from stepwell.types import CheckpointId, Owner
@@ -35,7 +35,7 @@ def leave_record(paths: RunPaths, record: Record) -> Record:
 def find_record(paths: RunPaths, id: CheckpointId, owner: Owner) -> Record | None:
     """The record that an earlier agent of this rank left."""
     path = paths.checkpoint(id) / record_name(owner)
-    return Record.load(files.get(path), path=str(path)) if os.path.lexists(path) else None
+    return Record.load(files.get(path), path=str(path)) if files.exists(path) else None
 
 
 def leave_void(paths: RunPaths, void: Void) -> None:
@@ -52,11 +52,11 @@ def gather(paths: RunPaths, id: CheckpointId, world_size: int) -> list[tuple[Rec
     directory = paths.checkpoint(id)
     names = set(files.list_names(directory))
     if paths.void(id).name in names:  # by a leader's agent before this one: the others have seen it
-        raise VoidError(_say(paths, id, paths.void(id)))
+        raise VoidError(_say(paths.void(id)))
     for rank in range(world_size):
         name = f"{Owner(rank).stem}.void"
         if name in names:
-            raise VoidError(_say(paths, id, directory / name), rank=rank)
+            raise VoidError(_say(directory / name), rank=rank)
     owners = [Owner(rank, world_size) for rank in range(world_size)]
     missing = [owner.rank for owner in owners if record_name(owner) not in names]
     if missing:
@@ -103,19 +103,19 @@ def end_void(paths: RunPaths, void: Void) -> None:
 def check_void(paths: RunPaths, id: CheckpointId) -> None:
     """A rank that is not the leader looks. Raises VoidError if there will be no manifest."""
     if is_ended(paths, id):
-        raise VoidError(_say(paths, id, paths.void(id)))
-    if not os.path.lexists(paths.checkpoint(id)):
+        raise VoidError(_say(paths.void(id)))
+    if not files.is_directory(paths.checkpoint(id)):
         raise VoidError(f"{id} was given up and removed")
 
 
 def is_ended(paths: RunPaths, id: CheckpointId) -> bool:
     """Whether the leader said that there will be no manifest."""
-    return os.path.lexists(paths.void(id))
+    return files.exists(paths.void(id))
 
 
 def is_outdated(paths: RunPaths, id: CheckpointId) -> bool:
     """Whether it is gone and a newer one is there: it was removed to make room, before this rank looked."""
-    if os.path.lexists(paths.checkpoint(id)):
+    if files.is_directory(paths.checkpoint(id)):
         return False
     return any(entry.is_live and entry.is_committed and entry.id > id for entry in catalog.scan(paths))
 
@@ -132,9 +132,9 @@ def withdraw(paths: RunPaths, id: CheckpointId, owner: Owner, spare: Spare | Non
             files.remove(directory / name)
 
 
-def _say(paths: RunPaths, id: CheckpointId, path: os.PathLike[str]) -> str:
+def _say(path: Location) -> str:
     try:
-        void = Void.load(files.get(paths.root / path, limit=_MAX_VOID_BYTES), path=str(path))
+        void = Void.load(files.get(path, limit=_MAX_VOID_BYTES), path=str(path))
         return f"rank {void.rank}: {void.reason}"
     except DamagedError as error:
         return f"void, and the reason cannot be read: {error}"

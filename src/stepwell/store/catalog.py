@@ -6,9 +6,7 @@ Not:     choosing one (restore.plan), checking shard bytes (restore.read).
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from stepwell.errors import DamagedError
 from stepwell.format.checksum import document_digest
@@ -16,6 +14,7 @@ from stepwell.format.manifest import Manifest, Void
 from stepwell.format.record import Record
 from stepwell.store import files
 from stepwell.store.lineage import History, read_history
+from stepwell.store.objects import Location
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
@@ -31,7 +30,7 @@ class Entry:
     """
 
     id: CheckpointId
-    path: Path
+    path: Location
     manifest: Manifest | None
     damage: str | None
     is_live: bool
@@ -53,9 +52,9 @@ def scan(paths: RunPaths) -> list[Entry]:
     """All checkpoint directories, newest step first. Stray names are ignored."""
     history = read_history(paths)
     entries = []
-    for name in os.listdir(paths.root) if paths.root.exists() else ():
+    for name in files.list_names(paths.root, follow=True):
         id = CheckpointId.parse(name)
-        if id is not None and (paths.root / name).is_dir() and not (paths.root / name).is_symlink():
+        if id is not None and files.is_directory(paths.root / name):
             entries.append(judge(paths, id, history))
     return sorted(entries, key=lambda entry: entry.id, reverse=True)
 
@@ -63,7 +62,7 @@ def scan(paths: RunPaths) -> list[Entry]:
 def judge(paths: RunPaths, id: CheckpointId, history: History) -> Entry:
     """Look at one checkpoint directory."""
     path, is_live, why_not = paths.checkpoint(id), history.is_live(id), history.why_not_live(id)
-    if not os.path.lexists(paths.manifest(id)):
+    if not files.exists(paths.manifest(id)):
         return Entry(id, path, None, None, is_live, why_not, _read_void(paths, id))
     try:
         return Entry(id, path, read_manifest(paths, id), None, is_live, why_not)
@@ -75,7 +74,7 @@ def _read_void(paths: RunPaths, id: CheckpointId) -> str | None:
     """Why a checkpoint of many ranks came to nothing: by the leader's word, or by that of a rank that gave up."""
     names = [name for name in files.list_names(paths.checkpoint(id)) if name.endswith(".void")]
     for path in (paths.void(id), *(paths.checkpoint(id) / name for name in names)):
-        if os.path.lexists(path):
+        if files.exists(path):
             try:
                 void = Void.load(files.get(path, limit=_MAX_VOID_BYTES), path=str(path))
             except DamagedError as error:
@@ -114,12 +113,14 @@ def read_record(paths: RunPaths, manifest: Manifest, rank: int = 0) -> Record:
     return record
 
 
-def _check_size(path: Path, expected: int) -> None:
-    try:
-        found = os.lstat(path).st_size
-    except OSError as error:
-        raise DamagedError(f"{path}: {error.strerror}", path=str(path)) from error
-    if found != expected:
+def _check_size(path: Location, expected: int) -> None:
+    found = files.facts(path)
+    if found is None:
+        raise DamagedError(f"{path}: No such file", path=str(path))
+    if found.nbytes != expected:
         raise DamagedError(
-            f"{path}: {found} bytes, the record says {expected}", path=str(path), expected=expected, found=found
+            f"{path}: {found.nbytes} bytes, the record says {expected}",
+            path=str(path),
+            expected=expected,
+            found=found.nbytes,
         )

@@ -7,7 +7,6 @@ Holds:   a manifest names only durable records, a record only durable files; a m
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from stepwell.errors import FencedError
@@ -17,11 +16,12 @@ from stepwell.format.manifest import Manifest, RecordRef
 from stepwell.format.record import Record
 from stepwell.store import files
 from stepwell.store.lineage import read_history
+from stepwell.store.objects import Location
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
 
 
-def open_checkpoint(paths: RunPaths, id: CheckpointId, owner: Owner) -> Path:
+def open_checkpoint(paths: RunPaths, id: CheckpointId, owner: Owner) -> Location:
     """Make the checkpoint's directory. It is no checkpoint yet. Raises FencedError if the run moved on."""
     check_fence(paths, id)
     directory = paths.checkpoint(id)
@@ -30,10 +30,10 @@ def open_checkpoint(paths: RunPaths, id: CheckpointId, owner: Owner) -> Path:
     return directory
 
 
-def _sweep(directory: Path, owner: Owner) -> None:
+def _sweep(directory: Location, owner: Owner) -> None:
     """Remove temporary files of an agent that died here: a rank has one writer at a time."""
     mine = (f"{owner.stem}.", "manifest.", "void.") if owner.is_leader else (f"{owner.stem}.",)
-    for name in os.listdir(directory):
+    for name in files.list_names(directory):
         if name.endswith(files.TEMPORARY) and name.startswith(mine):
             files.remove(directory / name)
 
@@ -55,7 +55,7 @@ def check_fence(paths: RunPaths, id: CheckpointId) -> None:
 
 def was_committed(paths: RunPaths, id: CheckpointId, owner: Owner) -> bool:
     """Whether an earlier agent of this lineage committed it. On True its name is durable."""
-    if not os.path.lexists(paths.manifest(id)):
+    if not files.exists(paths.manifest(id)):
         return False
     _sweep(paths.checkpoint(id), owner)
     files.sync_directory(paths.checkpoint(id))  # that agent may have died right before this
@@ -70,11 +70,10 @@ def publish_file(temporary: Path, final: Path) -> None:
     crash_point("shard.durable")
 
 
-def link_file(source: Path, final: Path) -> bool:
-    """Store an unchanged file by reference. False where the file system has no hard links."""
+def share_file(source: Location, final: Location) -> bool:
+    """Store an unchanged file without writing it again. False where that cannot be done."""
     try:
-        files.remove(final)
-        files.link(source, final)
+        files.share(source, final)
     except OSError:
         return False
     files.sync_directory(final.parent)

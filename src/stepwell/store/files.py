@@ -1,20 +1,25 @@
-"""The few file operations everything durable is made of; each can be made to fail by a test.
+"""The few operations everything durable is made of; each can be made to fail by a test.
 
 Owns:    temporary name -> fsync -> final name -> fsync of the directory, in that order.
 Holds:   a name that is visible holds complete bytes; after a failed fsync the file is thrown away, never synced
          again (the kernel may have dropped the pages and would answer "fine").
+
+What takes a `Location` works in a bucket too (`objects`), where a name is durable as soon as it is there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 from typing import Final
 
 from stepwell.errors import DamagedError
 from stepwell.faults import crash_point, file_operation
 from stepwell.format.document import MAX_DOCUMENT_BYTES
+from stepwell.store import objects
+from stepwell.store.objects import Facts, Location, ObjectPath
 
 TEMPORARY: Final = ".tmp"
 """Ending of every file that is not there yet."""
@@ -68,8 +73,10 @@ def sync(fd: int, path: Path) -> None:
     os.fsync(fd)
 
 
-def sync_directory(path: Path) -> None:
+def sync_directory(path: Location) -> None:
     """Make the names in a directory durable."""
+    if isinstance(path, ObjectPath):
+        return
     file_operation("fsync_dir", path)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -84,18 +91,69 @@ def rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
-def make_directory(path: Path) -> None:
-    """Create a directory and make its name durable; fine if it is there."""
+def make_directory(path: Location) -> None:
+    """Create a directory and make its name durable; fine if it is there. A bucket needs none."""
+    if isinstance(path, ObjectPath):
+        return
     file_operation("mkdir", path)
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
     sync_directory(path.parent)  # even if it was there: whoever made it may have died, or failed, before this line
 
 
-def list_names(path: Path) -> list[str]:
-    """Names in a directory, sorted; none if it is not there. A link or a file in its place is damage."""
+def exists(path: Location) -> bool:
+    """Whether a name is there, whatever it is. Raises StorageError."""
+    if isinstance(path, ObjectPath):
+        return facts(path) is not None
+    return os.path.lexists(path)
+
+
+def is_directory(path: Location) -> bool:
+    """Whether it is a directory and no link to one; in a bucket whether something lies below it."""
+    if isinstance(path, ObjectPath):
+        return objects.is_directory(path)
+    return path.is_dir() and not path.is_symlink()
+
+
+def facts(path: Location) -> Facts | None:
+    """Size and time of a file, links not followed; None if it is not there. Raises OSError."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if isinstance(path, ObjectPath):
+            return objects.facts(path)
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return Facts(found.st_size, found.st_mtime, f"{found.st_dev}.{found.st_ino}")
+
+
+def list_facts(path: Location) -> dict[str, Facts]:
+    """Size and time of the files in a directory; none if it is not there."""
+    if isinstance(path, ObjectPath):
+        return {name: found for name, found in objects.list_facts(path).items() if found is not None}
+    with contextlib.suppress(FileNotFoundError), os.scandir(path) as items:
+        stats = {item.name: item.stat(follow_symlinks=False) for item in items}
+        return {name: Facts(s.st_size, s.st_mtime) for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
+    return {}
+
+
+def directory_facts(path: Location) -> Facts:
+    """Size of the files in a directory, and when it changed last. Raises FileNotFoundError."""
+    inside = list_facts(path).values()
+    if isinstance(path, ObjectPath):
+        if not inside:
+            raise FileNotFoundError(f"{path}: nothing is there")
+        changed = max(found.modified for found in inside)
+    else:
+        changed = os.lstat(path).st_mtime
+    return Facts(sum(found.nbytes for found in inside), changed)
+
+
+def list_names(path: Location, *, follow: bool = False) -> list[str]:
+    """Names in a directory, sorted; none if it is not there. A file, or a link without `follow`, is damage."""
+    if isinstance(path, ObjectPath):
+        return sorted(objects.list_facts(path))
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -106,14 +164,19 @@ def list_names(path: Path) -> list[str]:
         os.close(fd)
 
 
-def remove(path: Path) -> None:
+def remove(path: Location) -> None:
     """Remove a file if it is there."""
+    if isinstance(path, ObjectPath):
+        return objects.remove(path)
     file_operation("unlink", path)
     path.unlink(missing_ok=True)
+    return None
 
 
-def remove_directory(path: Path) -> None:
-    """Remove an empty directory."""
+def remove_directory(path: Location) -> None:
+    """Remove an empty directory. In a bucket there is none any more."""
+    if isinstance(path, ObjectPath):
+        return
     file_operation("rmdir", path)
     path.rmdir()
 
@@ -124,8 +187,22 @@ def link(source: Path, path: Path) -> None:
     os.link(source, path)
 
 
-def put(path: Path, data: bytes, *, point: str) -> None:
+def share(source: Location, path: Location) -> None:
+    """Let a name stand for the bytes of another one, in the place of what was there. Raises OSError."""
+    if isinstance(path, ObjectPath):
+        assert isinstance(source, ObjectPath)
+        return objects.copy(source, path)
+    assert isinstance(source, Path)
+    remove(path)
+    return link(source, path)
+
+
+def put(path: Location, data: bytes, *, point: str) -> None:
     """Write a small file durably under its final name, replacing what was there."""
+    if isinstance(path, ObjectPath):
+        objects.put(path, data)
+        crash_point(f"{point}.durable")
+        return
     temporary = _write_temporary(path, data)
     try:
         rename(temporary, path)
@@ -137,8 +214,13 @@ def put(path: Path, data: bytes, *, point: str) -> None:
     crash_point(f"{point}.durable")
 
 
-def put_new(path: Path, data: bytes, *, point: str) -> bool:
+def put_new(path: Location, data: bytes, *, point: str) -> bool:
     """Like `put`, but never over an existing name: False if the name was taken. `link` decides who wins."""
+    if isinstance(path, ObjectPath):
+        crash_point(f"{point}.written")
+        is_ours = objects.put_new(path, data)
+        crash_point(f"{point}.linked")
+        return is_ours
     temporary = _write_temporary(path, data)
     crash_point(f"{point}.written")
     is_ours = True
@@ -196,8 +278,13 @@ def _is_regular(fd: int) -> bool:
     return (os.fstat(fd).st_mode & 0o170000) == 0o100000
 
 
-def get(path: Path, *, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
-    """Read a small regular file whole. Larger than `limit` is damage, found before it is read."""
+def get(path: Location, *, limit: int = MAX_DOCUMENT_BYTES, is_constant: bool = False) -> bytes:
+    """Read a small regular file whole. Larger than `limit` is damage, found before it is read.
+
+    `is_constant`: it never changes once it is there, so that a bucket is asked for it once.
+    """
+    if isinstance(path, ObjectPath):
+        return _get_object(path, limit, is_constant=is_constant)
     fd = open_regular(path)
     try:
         nbytes = os.fstat(fd).st_size
@@ -211,6 +298,16 @@ def get(path: Path, *, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
         raise DamagedError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
     finally:
         os.close(fd)
+
+
+def _get_object(path: ObjectPath, limit: int, *, is_constant: bool) -> bytes:
+    try:
+        data = (objects.get_constant if is_constant else objects.get)(path, limit)
+    except FileNotFoundError as error:
+        raise DamagedError(str(error), path=str(path)) from error
+    if len(data) > limit:
+        raise DamagedError(f"{path}: more than {limit} bytes", path=str(path), expected=limit)
+    return data
 
 
 def _cannot() -> frozenset[int]:

@@ -13,11 +13,11 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.format.manifest import MAX_SEED, Lineage, Run
 from stepwell.store import files
+from stepwell.store.objects import Location, ObjectPath
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
@@ -28,7 +28,7 @@ _NAME = re.compile(r"(\d{4,8})\.json", re.ASCII)
 
 def open_run(paths: RunPaths, *, seed: int | None) -> Run:
     """Read the run's identity, or create it. A seed that was drawn once stays."""
-    if not os.path.lexists(paths.run):
+    if not files.exists(paths.run):
         if seed is not None and (type(seed) is not int or not 0 <= seed < MAX_SEED):
             raise ConfigError(f"seed={seed!r}: give a whole number from 0 to 2**64 - 1", found=seed)
         _refuse_orphans(paths)
@@ -55,7 +55,11 @@ def _opening(paths: RunPaths) -> Iterator[None]:
 
 def _refuse_orphans(paths: RunPaths) -> None:
     """run.json is durable before anything else of a run: checkpoints without it have lost their seed."""
-    names = [name for name in files.list_names(paths.root) if CheckpointId.parse(name) or name == paths.lineages.name]
+    names = [
+        name
+        for name in files.list_names(paths.root, follow=True)
+        if CheckpointId.parse(name) or name == paths.lineages.name
+    ]
     if names:
         raise DamagedError(
             f"{paths.run}: missing, but {paths.root} holds {names[0]}: without its seed the run cannot go on; "
@@ -64,8 +68,10 @@ def _refuse_orphans(paths: RunPaths) -> None:
         )
 
 
-def _make_root(root: Path) -> None:
+def _make_root(root: Location) -> None:
     """Make the run's directory, each name durable: a checkpoint is worth no more than the way to it."""
+    if isinstance(root, ObjectPath):
+        return
     if os.path.lexists(root):
         if not root.is_dir():
             raise ConfigError(f"{root} is not a directory; give the run another place", path=str(root))
@@ -86,7 +92,7 @@ def read_lineages(paths: RunPaths) -> tuple[dict[int, Lineage], dict[int, str]]:
     for number in _numbers(paths):
         path = paths.lineage(number)
         try:
-            lineage = Lineage.load(files.get(path, limit=_MAX_BYTES), path=str(path))
+            lineage = Lineage.load(files.get(path, limit=_MAX_BYTES, is_constant=True), path=str(path))
         except DamagedError as error:
             damage[number] = str(error)
             continue

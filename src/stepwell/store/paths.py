@@ -14,16 +14,21 @@ step-000000001200.l0003/      one checkpoint
     manifest.json                     the commit record
     void.json                         in the place of the manifest: why there will be none
 events.rank-00003.jsonl, progress.rank-00003: of the ranks above 0
+
+In a bucket the names are the same. Files that are written again and again (events, progress, history) lie on the run's
+desk, a directory of this machine; the agent copies them to the bucket now and then (`desk`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from stepwell.store.objects import Location, ObjectPath, is_address
 from stepwell.types import CheckpointId, Owner
 
 _OF_RANK: Final = re.compile(r"progress\.rank-(\d{5,})|events\.rank-(\d{5,})\.jsonl", re.ASCII)
@@ -33,25 +38,47 @@ _OF_RANK: Final = re.compile(r"progress\.rank-(\d{5,})|events\.rank-(\d{5,})\.js
 class RunPaths:
     """Where everything of a run lies. `rank`: whose events and progress."""
 
-    root: Path
+    root: Location
     rank: int = 0
 
+    @classmethod
+    def at(cls, where: str | os.PathLike[str], rank: int = 0) -> RunPaths:
+        """The run in a directory, or in a bucket. Raises ConfigError for an address that means nothing."""
+        text = os.fspath(where)
+        return cls(ObjectPath.parse(text) if is_address(text) else Path(text), rank)
+
     @property
-    def run(self) -> Path:
+    def identity(self) -> str:
+        """The same for every process of this machine that means this very place. Raises OSError."""
+        if isinstance(self.root, ObjectPath):
+            return hashlib.blake2b(str(self.root).encode(), digest_size=8).hexdigest()
+        facts = os.stat(self.root)
+        return f"{facts.st_dev:x}.{facts.st_ino:x}"
+
+    @property
+    def desk(self) -> Path:
+        """Where files lie that are written again and again."""
+        if not isinstance(self.root, ObjectPath):
+            return self.root
+        state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+        return Path(os.environ.get("STEPWELL_DESK") or Path(state, "stepwell")).absolute() / self.identity
+
+    @property
+    def run(self) -> Location:
         return self.root / "run.json"
 
     @property
     def events(self) -> Path:
-        return self.root / (f"events.{Owner(self.rank).stem}.jsonl" if self.rank else "events.jsonl")
+        return self.desk / (f"events.{Owner(self.rank).stem}.jsonl" if self.rank else "events.jsonl")
 
     @property
     def progress(self) -> Path:
-        return self.root / (f"progress.{Owner(self.rank).stem}" if self.rank else "progress")
+        return self.desk / (f"progress.{Owner(self.rank).stem}" if self.rank else "progress")
 
     def ranks(self) -> list[RunPaths]:
         """Of each rank that ever wrote progress or events here; of rank 0 in any case."""
         found = {0}
-        for name in os.listdir(self.root) if self.root.is_dir() else ():
+        for name in os.listdir(self.desk) if self.desk.is_dir() else ():
             match = _OF_RANK.fullmatch(name)
             if match is not None:
                 found.add(int(match[1] or match[2]))
@@ -59,24 +86,24 @@ class RunPaths:
 
     @property
     def storage(self) -> Path:
-        return self.root / "storage.json"
+        return self.desk / "storage.json"
 
     @property
     def history(self) -> Path:
-        return self.root / "history.json"
+        return self.desk / "history.json"
 
     @property
-    def lineages(self) -> Path:
+    def lineages(self) -> Location:
         return self.root / "lineage"
 
-    def lineage(self, number: int) -> Path:
+    def lineage(self, number: int) -> Location:
         return self.lineages / f"{number:04d}.json"
 
-    def checkpoint(self, id: CheckpointId) -> Path:
+    def checkpoint(self, id: CheckpointId) -> Location:
         return self.root / id.directory
 
-    def manifest(self, id: CheckpointId) -> Path:
+    def manifest(self, id: CheckpointId) -> Location:
         return self.checkpoint(id) / "manifest.json"
 
-    def void(self, id: CheckpointId) -> Path:
+    def void(self, id: CheckpointId) -> Location:
         return self.checkpoint(id) / "void.json"

@@ -7,7 +7,6 @@ Holds:   the newest two good live checkpoints are never removed, whatever `Keep`
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from stepwell.faults import crash_point
@@ -59,7 +58,7 @@ def remove_checkpoint(entry: Entry, spare: Spare | None = None) -> None:
 
 def remove_directory(entry: Entry, spare: Spare | None = None) -> None:
     """Remove what is left of a directory that holds no manifest."""
-    for name in sorted(os.listdir(entry.path)):
+    for name in files.list_names(entry.path):
         if spare is None or not spare.keep(entry.path / name):
             files.remove(entry.path / name)
         crash_point("prune.middle")
@@ -83,9 +82,9 @@ def left_over(entries: Sequence[Entry], lineage: int) -> list[Entry]:
 
 def remove_strays(paths: RunPaths, entries: Sequence[Entry], lineage: int) -> None:
     """Remove temporary files beside names that are taken: whoever wrote them died, or lost and does not need them."""
-    committed = [e.path for e in entries if e.is_committed and e.id.lineage <= lineage and e.path.is_dir()]
+    committed = [e.path for e in entries if e.is_committed and e.id.lineage <= lineage and files.is_directory(e.path)]
     for directory in (paths.root, paths.lineages, *committed):
-        for name in os.listdir(directory):
+        for name in files.list_names(directory, follow=True):
             final = name.partition(".json.")[0]
             is_taken = final in ("run", "storage") or (final.isdecimal() and int(final) <= lineage)
             is_taken = is_taken or directory in committed

@@ -18,6 +18,7 @@ from typing import Final
 
 from stepwell.faults import crash_point
 from stepwell.store import files
+from stepwell.store.objects import Location, ObjectPath
 
 PREFIX: Final = "spare."
 LOCAL: Final = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs", "zfs", "bcachefs"})
@@ -32,9 +33,13 @@ class Spare:
         self.stem = stem
         self.path = root / f"{PREFIX}{stem}.l{lineage:04d}{files.TEMPORARY}"
 
-    def keep(self, file: Path) -> bool:
+    def is_for(self, file: Location) -> bool:
+        """Whether it is a file of this kind: the live leaves of this rank."""
+        return file.name == f"{self.stem}.safetensors"
+
+    def keep(self, file: Location) -> bool:
         """Take a file of a checkpoint that is no checkpoint any more. False: it has to be removed."""
-        if not self._is_local or file.name != f"{self.stem}.safetensors" or os.path.lexists(self.path):
+        if not self._is_local or not self.is_for(file) or os.path.lexists(self.path) or isinstance(file, ObjectPath):
             return False
         if not _is_ours_alone(file):
             return False

@@ -23,8 +23,9 @@ from typing import Any
 from stepwell import journal
 from stepwell.errors import DamagedError
 from stepwell.format.record import Record
-from stepwell.restore.read import FileSource, read_record_leaves
-from stepwell.store import catalog
+from stepwell.restore.read import read_record_leaves
+from stepwell.restore.remote import open_file
+from stepwell.store import catalog, files
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
 
@@ -275,7 +276,7 @@ class Run:
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Of all ranks, as they came."""
-        files = sorted(self.paths.root.glob("events*.jsonl"))
+        files = sorted(self.paths.desk.glob("events*.jsonl"))
         found = [event for path in files for event in journal.read_events(path)]
         chosen = [event for event in found if kind is None or event["kind"] == kind]
         return chosen if len(files) == 1 else sorted(chosen, key=lambda event: event["time"])
@@ -292,7 +293,7 @@ class Run:
         """Read a checkpoint whole, every byte checked."""
         assert entry.manifest is not None, f"{entry.id}: {entry.damage}"
         record = catalog.read_record(self.paths, entry.manifest)
-        read_record_leaves(record, lambda file: FileSource(entry.path / file.name), None, lambda *_: None)
+        read_record_leaves(record, lambda file: open_file(entry.path / file.name), None, lambda *_: None)
         return record
 
     def check_newest(self) -> int:
@@ -338,7 +339,7 @@ class Run:
         losses: dict[int, set[float]] = {}
         for event in self.events("log"):
             losses.setdefault(event["step"], set()).add(event["values"]["loss"])
-        shards = {file.name: (entry.path / file.name).read_bytes() for file in record.files}
+        shards = {file.name: files.get(entry.path / file.name) for file in record.files}
         return Ending(entry.id.step, shards, record.tree, losses)
 
     def check_identical(self, reference: Ending) -> None:
@@ -352,7 +353,7 @@ class Run:
         """No process, no socket, no temporary file, no directory that is not a checkpoint."""
         self.wait_gone()
         self.check_no_sockets()
-        left = [str(path) for path in self.paths.root.rglob("*.tmp")]
+        left = [str(path) for path in self.paths.desk.rglob("*.tmp")]
         assert not left, left
         uncommitted = [str(entry.id) for entry in catalog.scan(self.paths) if not entry.is_committed]
         assert not uncommitted, uncommitted

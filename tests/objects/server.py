@@ -65,15 +65,17 @@ class Server:
         self.folder.mkdir(parents=True, exist_ok=True)
         ports = [f"-{name}.port={port}" for name, port in self._ports.items()]
         grpc = [f"-{name}.port.grpc={port + 10_000}" for name, port in self._ports.items()]
+        log = (self.folder / "log").open("ab")
         self._process = subprocess.Popen(
             [weed, "mini", f"-dir={self.folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *ports, *grpc,
              "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
              f"-bucket={BUCKET}"],
             env={**os.environ, **self.environment()},
-            stdout=(self.folder / "log").open("ab"),
+            stdout=log,
             stderr=subprocess.STDOUT,
             cwd=self.folder,
         )  # fmt: skip
+        log.close()
         self._wait()
 
     def _wait(self) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.format.record import Record
-from stepwell.restore.read import FileSource, read_record_leaves
+from stepwell.restore.read import read_record_leaves
+from stepwell.restore.remote import open_file
 from stepwell.store import catalog
 from tests.crash.harness import DEADLINE_SECONDS, Process, Run, Server, Trainer, _read, wait_for
 from tests.ranks.ledger import Ledger
@@ -214,7 +215,7 @@ class Job(Run):
         """Read a checkpoint of all ranks whole, every byte checked. The record of rank 0."""
         records = self.records(entry)
         for record in records:
-            read_record_leaves(record, lambda file: FileSource(entry.path / file.name), None, lambda *_: None)
+            read_record_leaves(record, lambda file: open_file(entry.path / file.name), None, lambda *_: None)
         return records[0]
 
     def endings(self) -> list[dict[str, Any]]:

@@ -64,6 +64,7 @@ class Agent:
         self._closing = False
         self._is_offering = False
         self._is_greeted = False
+        self._has_news = threading.Event()
         self._leave_at: float | None = None
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -123,7 +124,8 @@ class Agent:
                 with contextlib.suppress(OSError):
                     os.utime(self.paths.progress, follow_symlinks=False)
             desk.publish(self.paths, seen)
-            time.sleep(_BEAT_SECONDS)
+            self._has_news.wait(_BEAT_SECONDS)
+            self._has_news.clear()
 
     def _send(self, message: Message) -> None:
         if self.channel is not None:
@@ -163,6 +165,7 @@ class Agent:
             self._listener = listen(place(self.run_id, self.paths.identity), self.owner.rank)
             self._selector.register(self._listener, selectors.EVENT_READ, self._on_successor)
         self._watch(message["pid"])
+        self._has_news.set()
         self._send({"type": "ready", "pid": os.getpid()})
 
     def _watch(self, pid: int) -> None:
@@ -286,6 +289,7 @@ class Agent:
             step = progress.step if progress is not None and progress.pid == self._trainer_pid else 0
             self.worker.log.emit(events.TrainerDeath(pid=self._trainer_pid, step=step, pending=pending))
         self._trainer_pid, self._is_greeted = 0, False
+        self._has_news.set()
         self._leave_at = time.monotonic() + (0 if self._closing and not pending else self.linger_seconds)
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 2)  # `train 2>&1 | tee` must not wait for us
 

@@ -45,7 +45,7 @@ class ObjectPath:
     def parse(cls, text: str) -> ObjectPath:
         """`s3://bucket/some/where`. Raises ConfigError."""
         scheme, _, rest = text.partition("://")
-        bucket, *keys = (part for part in rest.split("/") if part)
+        bucket, *keys = [part for part in rest.split("/") if part] or [""]
         if scheme not in SCHEMES or not bucket or {".", ".."} & set(keys):
             known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise ConfigError(f"{text}: give a directory, or a place in a bucket ({known}bucket/...)", found=text)
@@ -231,7 +231,7 @@ class Upload:
     def write(self, data: memoryview) -> None:
         """Send more. Raises StorageError."""
         with _asking(self._path, "cannot be written"):
-            self._writer.write(data)
+            self._writer.write(bytes(data))  # it keeps what it is given until that is sent, and the caller goes on
 
     def finish(self) -> None:
         """Let it appear. Raises StorageError."""

@@ -154,7 +154,7 @@ def test_a_leader_whose_run_went_on_ends_nothing(scene: Scene) -> None:
 def test_what_is_gone_was_given_up_or_is_not_needed_any_more(scene: Scene) -> None:
     gone = CheckpointId(3, 0, scene.lineage)
     with pytest.raises(VoidError, match="given up and removed"):
-        assemble.check_void(scene.paths, gone)
+        assemble.check_waiting(scene.paths, gone)
     assert not assemble.is_outdated(scene.paths, gone), "nothing newer is committed"
     (scene.directory / "manifest.json").write_bytes(b"committed, as far as a look tells")
     assert assemble.is_outdated(scene.paths, gone)

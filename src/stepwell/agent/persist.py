@@ -114,7 +114,7 @@ class Persister:
             if not owner.is_leader:
                 if pending.meta["name"] is None and assemble.is_outdated(paths, id):
                     return True
-                assemble.check_void(paths, id)
+                assemble.check_waiting(paths, id)
                 commit.check_fence(paths, id)
                 if waited > 2 * self._patience:
                     raise VoidError(f"the leader did not end {id} within {waited:.0f} s")

@@ -101,9 +101,14 @@ def end_void(paths: RunPaths, void: Void) -> None:
 
 
 def check_void(paths: RunPaths, id: CheckpointId) -> None:
-    """A rank that is not the leader looks. Raises VoidError if there will be no manifest."""
+    """A rank is about to write its part. Raises VoidError if there will be no manifest."""
     if is_ended(paths, id):
         raise VoidError(_say(paths.void(id)))
+
+
+def check_waiting(paths: RunPaths, id: CheckpointId) -> None:
+    """A rank that is not the leader looks, its part is there. Raises VoidError if there will be no manifest."""
+    check_void(paths, id)
     if not files.is_directory(paths.checkpoint(id)):
         raise VoidError(f"{id} was given up and removed")
 

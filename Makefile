@@ -6,7 +6,7 @@ STAMP := $(VENV)/.stamp
 PIP_INSTALL := $(PY) -m pip -qq --no-input --disable-pip-version-check install
 
 .DEFAULT_GOAL := test
-.PHONY: test test-mpi test-horovod soak demo lint wheel-check clean
+.PHONY: test test-mpi test-horovod test-azure soak demo lint wheel-check clean
 
 # pytest comes last: its closing line is the last line of the output. Three processes on two cores: many tests wait.
 test: lint
@@ -20,7 +20,7 @@ soak: $(STAMP)
 	@mkdir -p build && : > $(STEPWELL_SOAK_REPORT)
 	@$(PY) -m pytest -n 2 -m soak --timeout 7200; status=$$?; sort $(STEPWELL_SOAK_REPORT); exit $$status
 
-# MPI and Horovod are installed beside the virtual environment, in build: without them their tests skip.
+# MPI, Horovod and Azurite are installed beside the virtual environment, in build: without them their tests skip.
 test-mpi: $(STAMP)
 	@tests/groups/get_mpi.sh $(PY)
 	@PYTHONPATH=$(CURDIR)/build/mpi $(PY) -m pytest tests/groups -k mpi
@@ -28,6 +28,10 @@ test-mpi: $(STAMP)
 test-horovod: $(STAMP)
 	@tests/groups/get_horovod.sh $(CURDIR)/$(PY)
 	@PYTHONPATH=$(CURDIR)/build/horovod/site $(PY) -m pytest tests/groups -k horovod
+
+test-azure: $(STAMP)
+	@test -d build/azurite/node_modules/azurite || npm install --silent --no-audit --no-fund --prefix build/azurite azurite
+	@$(PY) -m pytest tests/objects/test_azure.py
 
 demo: $(STAMP)
 	@echo "training on handwritten digits twice: once uninterrupted, once with five kills (about a minute)"

@@ -12,6 +12,7 @@ import pytest
 from stepwell.errors import ConfigError, DamagedError, StorageError
 from stepwell.restore.remote import ObjectSource
 from stepwell.store import files, objects
+from stepwell.store.lineage import open_run
 from stepwell.store.objects import ObjectPath
 from stepwell.store.paths import RunPaths
 from tests.objects.conftest import MakeProxy
@@ -134,6 +135,16 @@ def test_a_server_that_refuses_is_no_damage(address: ObjectPath, monkeypatch: py
                 call(address / "x")
     finally:
         objects._client.cache_clear()
+
+
+def test_a_service_that_gives_names_twice_is_refused(address: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such services exist. Here the client leaves the condition away: a signed request cannot be changed on its way."""
+    import obstore
+
+    put = obstore.put
+    monkeypatch.setattr(obstore, "put", lambda *args, mode=None, **rest: put(*args, **rest))
+    with pytest.raises(ConfigError, match="gives a name twice"):
+        open_run(RunPaths(address), seed=1)
 
 
 def test_addresses() -> None:

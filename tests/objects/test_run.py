@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,23 @@ def test_clean_and_prune(make_run: MakeRun, address: ObjectPath, monkeypatch: py
     files.put(left / "rank-00000.safetensors", b"half", point="shard")
     assert "left alone" in good("clean", address).out
     assert files.is_directory(left)
+
+
+def test_dcp_reads_it(address: ObjectPath) -> None:
+    """`torch.distributed.checkpoint` through our reader, straight from the bucket."""
+    import torch.distributed.checkpoint as dcp
+
+    from stepwell.adapters.dcp import StepwellReader
+
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stepwell_api.Checkpointer(str(address), model=model, optimizer=optimizer) as ckpt:
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+    state = {"model": torch.nn.Linear(8, 8).state_dict()}
+    assert StepwellReader.validate_checkpoint_id(str(address))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's: no process group
+        dcp.load(state, storage_reader=StepwellReader(str(address)))
+    assert all(torch.equal(state["model"][name], tensor) for name, tensor in model.state_dict().items())

@@ -37,6 +37,7 @@ def open_run(paths: RunPaths, *, seed: int | None) -> Run:
         with _opening(paths):
             _make_root(paths.root)
             files.put_new(paths.run, fresh.dump(), point="run")
+            _check_exclusive(paths)
     return read_run(paths)
 
 
@@ -51,6 +52,16 @@ def _opening(paths: RunPaths) -> Iterator[None]:
             "give the run another directory",
             path=str(paths.root),
         ) from error
+
+
+def _check_exclusive(paths: RunPaths) -> None:
+    """Everything stands on names that are given once. A service that does not know that is found out here."""
+    if isinstance(paths.root, ObjectPath) and files.put_new(paths.run, files.get(paths.run), point="run"):
+        raise ConfigError(
+            f"{paths.root}: this storage gives a name twice (it ignores If-None-Match), so that two processes could "
+            "continue the run at once; use a service that knows conditional writes",
+            path=str(paths.root),
+        )
 
 
 def _refuse_orphans(paths: RunPaths) -> None:

@@ -30,8 +30,8 @@ PART_BYTES: Final = 16 << 20
 """What is sent in one request, at least."""
 _MOST_PARTS: Final = 9_000  # services take 10,000
 _IN_FLIGHT: Final = 12
-_WRITER: Final = "stepwell-writer"
-"""Attribute of an object that says who put it."""
+_WRITER: Final = "stepwellwriter"
+"""Attribute of an object that says who put it. Letters alone: Azure takes no dash, some proxies no underscore."""
 
 
 @dataclass(frozen=True, order=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import stepwell
+from stepwell.errors import StorageError
 from stepwell.store import files, objects
 from stepwell.store.objects import ObjectPath
 from tests.cli.commands import good
@@ -119,3 +120,5 @@ def test_a_run(address: ObjectPath, tmp_path: Path) -> None:
     good("verify", address)
     assert len(good("ls", address, "--json").json["checkpoints"]) == 2
     assert os.listdir(tmp_path / "desk")
+    with pytest.raises(StorageError, match="404 Not Found"):
+        train(ObjectPath.parse("az://nobody/run"), 1)

@@ -159,6 +159,12 @@ def test_addresses() -> None:
             ObjectPath.parse(text)
 
 
+def test_without_the_client_a_person_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'stepwell\[s3\]'"):
+        ObjectPath.parse("s3://models/run")
+
+
 def test_the_desk_of_a_run_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPWELL_DESK", str(tmp_path))
     one, two = RunPaths.at(f"s3://{BUCKET}/a"), RunPaths.at(f"s3://{BUCKET}/b")

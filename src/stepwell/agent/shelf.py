@@ -27,6 +27,8 @@ from stepwell.types import Owner
 
 Blocks = tuple[str, ...]
 """The checksum of each block of a file."""
+Looks = tuple[float, float]
+"""How soon it is looked again whether other ranks have written their parts, in seconds: at first, and at most."""
 
 
 class Stream(Protocol):
@@ -47,6 +49,8 @@ class Stream(Protocol):
 
 class Shelf(Protocol):
     """Takes files. Raises OSError."""
+
+    looks: Looks
 
     @property
     def spare(self) -> Spare | None:
@@ -90,6 +94,8 @@ def shelf_of(paths: RunPaths, writer: Writer, lineage: int) -> Shelf:
 
 class DiskShelf:
     """Files in a directory: a temporary name, synced, then the final one."""
+
+    looks: Looks = (0.005, 0.5)
 
     def __init__(self, paths: RunPaths, root: Path, writer: Writer, lineage: int) -> None:
         self.spare: Spare | None = None
@@ -199,6 +205,7 @@ class _FileStream:
 class BucketShelf:
     """Objects in a bucket: they appear with their last part, under the final name."""
 
+    looks: Looks = (0.05, 5.0)  # each look is a few requests, by every rank
     spare = None
 
     def put_image(

@@ -29,8 +29,6 @@ from stepwell.store.paths import RunPaths
 from stepwell.types import Keep
 
 _RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
-_LOOK_SECONDS: Final = (0.005, 0.5)
-"""How soon it is looked again whether other ranks have written their parts: at first, and at most."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class Worker:
                 self.busy = None
                 os.eventfd_write(self.wake, 1)
                 while (job := self._next_job()) is None:
-                    self.lock.wait(min([0.2, *(_LOOK_SECONDS[1] / 20 for _ in self.queue.written())]))
+                    self.lock.wait(min([0.2, *(self.persister.shelf.looks[1] / 20 for _ in self.queue.written())]))
             job()
 
     def _next_job(self) -> Callable[[], None] | None:
@@ -147,8 +145,8 @@ class Worker:
 
     def _look(self, pending: Pending) -> None:
         assert pending.written_at is not None
-        waited = time.monotonic() - pending.written_at
-        pending.not_before = time.monotonic() + min(_LOOK_SECONDS[1], _LOOK_SECONDS[0] + waited / 10)
+        waited, (first, most) = time.monotonic() - pending.written_at, self.persister.shelf.looks
+        pending.not_before = time.monotonic() + min(most, first + waited / 10)
         try:
             is_committed = self.persister.follow(pending)
         except (FencedError, VoidError) as error:

@@ -18,7 +18,7 @@ from stepwell.format.box import Box, is_covered
 from stepwell.format.manifest import Manifest
 from stepwell.format.record import FileEntry, LeafEntry, Record
 from stepwell.restore.read import Source
-from stepwell.restore.remote import open_file
+from stepwell.restore.remote import for_each, open_file
 from stepwell.store import catalog
 from stepwell.store.paths import RunPaths
 
@@ -37,7 +37,8 @@ class Part:
 def parts_on_disk(paths: RunPaths, manifest: Manifest) -> list[Part]:
     """All records of a checkpoint, and the way to their files. Raises DamagedError."""
     directory = paths.checkpoint(manifest.id)
-    records = [catalog.read_record(paths, manifest, rank) for rank in range(manifest.world_size)]
+    ranks = range(manifest.world_size)
+    records = for_each(ranks, lambda rank: catalog.read_record(paths, manifest, rank), directory)
     return [Part(record, lambda file: open_file(directory / file.name)) for record in records]
 
 

@@ -47,10 +47,11 @@ def _opening(paths: RunPaths) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        advice = "make room or repair the file system, or give the run another directory"
+        if isinstance(paths.root, ObjectPath):
+            advice = "look at the address, the keys in the environment and the network"
         raise ConfigError(
-            f"the run in {paths.root} cannot be opened for writing: {error}; make room or repair the file system, or "
-            "give the run another directory",
-            path=str(paths.root),
+            f"the run in {paths.root} cannot be opened for writing: {error}; {advice}", path=str(paths.root)
         ) from error
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 SCHEMES: Final = ("s3", "gs", "az")
 PART_BYTES: Final = 16 << 20
 """What is sent in one request, at least."""
+_SMALL_PART_BYTES: Final = 6 << 20  # services take nothing below 5 MiB, but for the last one
 _MOST_PARTS: Final = 9_000  # services take 10,000
 _IN_FLIGHT: Final = 12
+_WRITTEN: Final = "cannot be written"
 _WRITER: Final = "stepwellwriter"
 """Attribute of an object that says who put it. Letters alone: Azure takes no dash, some proxies no underscore."""
 
@@ -47,8 +50,10 @@ class ObjectPath:
         scheme, _, rest = text.partition("://")
         bucket, *keys = [part for part in rest.split("/") if part] or [""]
         if scheme not in SCHEMES or not bucket or {".", ".."} & set(keys):
-            known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-            raise ConfigError(f"{text}: give a directory, or a place in a bucket ({known}bucket/...)", found=text)
+            known = ", ".join(f"{scheme}://bucket/..." for scheme in SCHEMES)
+            raise ConfigError(f"{text}: give a directory, or a place in a bucket ({known})", found=text)
+        if importlib.util.find_spec("obstore") is None:
+            raise ConfigError(f"{text}: object storage needs its client: pip install 'stepwell[s3]'", found=text)
         return cls(f"{scheme}://{bucket}", "/".join(keys))
 
     def __str__(self) -> str:
@@ -88,10 +93,8 @@ class Facts:
 
 @functools.cache
 def _client(bucket: str) -> ObjectStore:
-    try:
-        from obstore.store import from_url
-    except ImportError as error:
-        raise ConfigError(f"{bucket}: object storage needs its client: pip install 'stepwell[s3]'") from error
+    from obstore.store import from_url
+
     endpoints = [
         value for key, value in os.environ.items() if key.startswith(("AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT"))
     ]
@@ -119,19 +122,21 @@ def _client(bucket: str) -> ObjectStore:
 
 @contextlib.contextmanager
 def _asking(path: ObjectPath, what: str) -> Iterator[None]:
-    """Errors of the client as ours. FileNotFoundError stays what it is."""
-    from obstore.exceptions import BaseError, NotFoundError
+    """Errors of the client as ours. FileNotFoundError stays what it is, but for something that is being written."""
+    from obstore.exceptions import BaseError
 
     try:
         yield
-    except (NotFoundError, FileNotFoundError) as error:
+    except FileNotFoundError as error:
+        if what == _WRITTEN:
+            raise StorageError(f"{path}: {what}: there is no bucket {path.bucket}", path=str(path)) from error
         raise FileNotFoundError(f"{path}: there is no such object") from error
     except BaseError as error:
         raise StorageError(f"{path}: {what}: {_first_line(error)}", path=str(path)) from error
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].strip()
+    return str(error).partition("\n")[0].partition(": <?xml")[0].strip()
 
 
 def get(path: ObjectPath, limit: int) -> bytes:
@@ -166,7 +171,7 @@ def put(path: ObjectPath, data: bytes) -> None:
     import obstore
 
     file_operation("write", path)
-    with _asking(path, "cannot be written"):
+    with _asking(path, _WRITTEN):
         obstore.put(_client(path.bucket), path.key, data, use_multipart=False)
 
 
@@ -177,7 +182,7 @@ def put_new(path: ObjectPath, data: bytes) -> bool:
 
     file_operation("write", path)
     client, writer = _client(path.bucket), os.urandom(8).hex()
-    with _asking(path, "cannot be written"):
+    with _asking(path, _WRITTEN):
         try:
             obstore.put(client, path.key, data, mode="create", attributes={_WRITER: writer}, use_multipart=False)
         except AlreadyExistsError:
@@ -204,7 +209,7 @@ def upload(path: ObjectPath, pieces: Iterable[memoryview], part_bytes: int) -> N
             raise
 
     try:
-        with _asking(path, "cannot be written"):
+        with _asking(path, _WRITTEN):
             obstore.put(
                 _client(path.bucket),
                 path.key,
@@ -218,24 +223,24 @@ def upload(path: ObjectPath, pieces: Iterable[memoryview], part_bytes: int) -> N
 
 
 class Upload:
-    """An object that is sent chunk by chunk. It appears with `finish`, or never."""
+    """An object that is sent chunk by chunk, for hosts with little memory. It appears with `finish`, or never."""
 
     def __init__(self, path: ObjectPath, nbytes: int) -> None:
         import obstore
 
         file_operation("write", path)
         self._path = path
-        part = part_bytes(nbytes)
-        self._writer = obstore.open_writer(_client(path.bucket), path.key, buffer_size=part, max_concurrency=_IN_FLIGHT)
+        part = max(_SMALL_PART_BYTES, -(-nbytes // _MOST_PARTS))
+        self._writer = obstore.open_writer(_client(path.bucket), path.key, buffer_size=part, max_concurrency=2)
 
     def write(self, data: memoryview) -> None:
         """Send more. Raises StorageError."""
-        with _asking(self._path, "cannot be written"):
+        with _asking(self._path, _WRITTEN):
             self._writer.write(bytes(data))  # it keeps what it is given until that is sent, and the caller goes on
 
     def finish(self) -> None:
         """Let it appear. Raises StorageError."""
-        with _asking(self._path, "cannot be written"):
+        with _asking(self._path, _WRITTEN):
             self._writer.close()
 
 
@@ -245,11 +250,11 @@ def part_bytes(nbytes: int) -> int:
 
 
 def copy(source: ObjectPath, path: ObjectPath) -> None:
-    """The same bytes under another name, without fetching them. Raises FileNotFoundError, StorageError."""
+    """The same bytes under another name, without fetching them. Raises StorageError."""
     import obstore
 
     file_operation("link", path)
-    with _asking(path, "cannot be written"):
+    with _asking(path, _WRITTEN):
         obstore.copy(_client(path.bucket), source.key, path.key)
 
 

@@ -139,22 +139,35 @@ class Worker:
         os.eventfd_write(self.wake, 1)
 
     def _follow(self, written: Sequence[Pending]) -> None:
-        """Look whether the other ranks have written their parts. In order: what is older than a commit is removed."""
+        """Look whether the other ranks have written their parts.
+
+        The leader ends them in order: a commit removes what is older, and with it what other ranks say of that.
+        """
+        now = time.monotonic()
+        for item in written:
+            item.not_before = now + min(_LOOK_SECONDS[1], _LOOK_SECONDS[0] + self._waited(item) / 10)
         for item in written:
             with self.lock:
                 self.busy = item
             self._look(item)
+            if self._is_leader and not item.is_done:
+                return
+
+    def _waited(self, pending: Pending) -> float:
+        assert pending.written_at is not None
+        return time.monotonic() - pending.written_at
 
     def _look(self, pending: Pending) -> None:
-        assert pending.written_at is not None
-        waited = time.monotonic() - pending.written_at
-        pending.not_before = time.monotonic() + min(_LOOK_SECONDS[1], _LOOK_SECONDS[0] + waited / 10)
+        waited = self._waited(pending)
         try:
             is_committed = self.persister.follow(pending)
-        except (FencedError, VoidError) as error:
-            self.note_failure(pending, error, final=True)
         except (OSError, StepwellError) as error:
-            events.logger.debug("looking after %s: %s", pending.id, error)  # and again soon
+            # The next ones wait for this one: a directory that cannot be read must not hold them for ever.
+            is_late = waited > 2 * self.persister.patience
+            if is_late or isinstance(error, (FencedError, VoidError)):
+                self.note_failure(pending, error, final=True)
+            else:
+                events.logger.debug("looking after %s: %s", pending.id, error)  # and again soon
         else:
             if is_committed:
                 self.after_commit(pending, waited)

@@ -21,6 +21,8 @@ class Outcomes:
     def __init__(self, on_decided: Callable[[int, bool], None], on_new_agent: Callable[[int], None]) -> None:
         self.uploads = Uploads(on_decided)
         self._on_new_agent = on_new_agent
+        self.on_unheard: Callable[[Inflight], None] = lambda inflight: None
+        """Told of a snapshot that came to nothing before an agent heard of it."""
         self._snapshotter: Snapshotter | None = None
         self.lineage = 0
         self.committed_step: int | None = None
@@ -42,6 +44,8 @@ class Outcomes:
         if inflight.void is None:
             self.memory_step = inflight.step
         elif inflight.is_durable:
+            if not inflight.is_announced:
+                self.on_unheard(inflight)
             reason = f"snapshot of step {inflight.step} is void: {inflight.void.leaf} ({inflight.void.seen_by})"
             self.uploads.fail(inflight.sequence, PersistError(reason, step=inflight.step))
             self.is_due_again = True

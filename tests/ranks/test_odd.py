@@ -183,6 +183,20 @@ def test_a_disk_that_is_full_for_a_while(streamed: bool, make: Any) -> None:
     job.check_nothing_left()
 
 
+@pytest.mark.parametrize("rank", [1, soak(0)])
+def test_a_copy_that_fails_before_the_agent_hears_of_it(rank: int, make: Any) -> None:
+    """The rank says itself that it has no part: nobody waits for one."""
+    wishes = {"steps": 12, "pause": 0.05}
+    job = make()
+    launch = job.go(**wishes, each={rank: {"RANKS_FAIL_COPY": "2"}})
+    launch.wait_well(30)
+    (void,) = job.events("snapshot-void")
+    assert "no memory for a digest" in void["seen_by"]
+    assert void["step"] not in job.committed_steps() and job.committed_steps()[-1] == 12
+    assert job.finals(launch) == make("straight").end(**wishes)
+    job.check_nothing_left()
+
+
 def test_a_part_of_which_nothing_comes_takes_no_room(make: Any, tmp_path: Path) -> None:
     """A rank whose disk stays full: what the other one wrote for each try is removed, though nothing newer commits."""
     job = make()

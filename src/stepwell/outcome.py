@@ -28,12 +28,18 @@ class Outcomes:
         self.committed_step: int | None = None
         self.memory_step: int | None = None
         self.is_fenced = False
-        self.is_lost = False
-        """The agent died again and again: nothing will be written any more."""
+        self.on_lost: Callable[[], None] = lambda: None
+        self.why_lost: str | None = None
+        """An agent died again and again, this rank's or another's: nothing will be committed any more."""
         self.is_due_again = False
         """The last snapshot was void: the next step takes another, blocking."""
         self.has_drifted = False
         """What the ranks share is not the same on all of them any more: they have to look again."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether there is nobody who would write a snapshot."""
+        return self.why_lost is not None
 
     def attach(self, snapshotter: Snapshotter) -> None:
         """Where slots are given back."""
@@ -53,6 +59,11 @@ class Outcomes:
     def on_rank_lost(self, rank: int) -> None:
         """The line's thread: nobody is to wait for parts that may never come. What is whole is committed anyway."""
         self.uploads.fail_all(PersistError(f"rank {rank} is gone, and all ranks have to begin again", rank=rank))
+
+    def on_no_agent(self, rank: int) -> None:
+        """The line's thread: without the parts of that rank there are no checkpoints."""
+        self.why_lost = f"the agent of rank {rank} died again and again; see the log of that rank"
+        self.uploads.fail_all(PersistError(self.why_lost, rank=rank))
 
     def on_agent(self, message: Message) -> None:
         """Listening thread: the agent tells what became of a snapshot."""
@@ -74,8 +85,9 @@ class Outcomes:
         elif kind == "replaced":
             self._on_new_agent(message["pid"])
         elif kind == "lost":
-            self.is_lost = True
+            self.why_lost = "the agent died again and again; see the log above for its error"
             self._snapshotter.pool.release_all()
-            self.uploads.fail_all(PersistError("the agent died again and again; see the log"))
+            self.uploads.fail_all(PersistError(self.why_lost))
+            self.on_lost()
         if self._snapshotter.pool.is_streaming:
             self._snapshotter.answers.put(message)  # the training thread waits for it

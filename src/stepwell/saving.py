@@ -54,7 +54,8 @@ class Saving:
 
     def __post_init__(self) -> None:
         self.together.on_lost = self.outcomes.on_rank_lost
-        self.outcomes.on_unheard = self._on_unheard
+        self.together.on_no_agent = self.outcomes.on_no_agent
+        self.outcomes.on_lost, self.outcomes.on_unheard = self.together.tell_no_agent, self._on_unheard
 
     def take(
         self,
@@ -71,9 +72,9 @@ class Saving:
         """
         step, started = self.steps.step, time.monotonic()
         is_planned = is_planned and not self.together.is_alone
-        if self.outcomes.is_lost:
+        if self.outcomes.why_lost is not None:
             if block:
-                raise AgentError("the agent died again and again; see the log above for its error")
+                raise AgentError(self.outcomes.why_lost)
             return None
         repeat = self._repeat(step, is_planned=is_planned)
         was_due, self.outcomes.is_due_again = self.outcomes.is_due_again, self.outcomes.is_due_again and not durable

@@ -21,17 +21,25 @@ class Outcomes:
     def __init__(self, on_decided: Callable[[int, bool], None], on_new_agent: Callable[[int], None]) -> None:
         self.uploads = Uploads(on_decided)
         self._on_new_agent = on_new_agent
+        self.on_unheard: Callable[[Inflight], None] = lambda inflight: None
+        """Told of a snapshot that came to nothing before an agent heard of it."""
         self._snapshotter: Snapshotter | None = None
         self.lineage = 0
         self.committed_step: int | None = None
         self.memory_step: int | None = None
         self.is_fenced = False
-        self.is_lost = False
-        """The agent died again and again: nothing will be written any more."""
+        self.on_lost: Callable[[], None] = lambda: None
+        self.why_lost: str | None = None
+        """An agent died again and again, this rank's or another's: nothing will be committed any more."""
         self.is_due_again = False
         """The last snapshot was void: the next step takes another, blocking."""
         self.has_drifted = False
         """What the ranks share is not the same on all of them any more: they have to look again."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether there is nobody who would write a snapshot."""
+        return self.why_lost is not None
 
     def attach(self, snapshotter: Snapshotter) -> None:
         """Where slots are given back."""
@@ -42,6 +50,8 @@ class Outcomes:
         if inflight.void is None:
             self.memory_step = inflight.step
         elif inflight.is_durable:
+            if not inflight.is_announced:
+                self.on_unheard(inflight)
             reason = f"snapshot of step {inflight.step} is void: {inflight.void.leaf} ({inflight.void.seen_by})"
             self.uploads.fail(inflight.sequence, PersistError(reason, step=inflight.step))
             self.is_due_again = True
@@ -49,6 +59,11 @@ class Outcomes:
     def on_rank_lost(self, rank: int) -> None:
         """The line's thread: nobody is to wait for parts that may never come. What is whole is committed anyway."""
         self.uploads.fail_all(PersistError(f"rank {rank} is gone, and all ranks have to begin again", rank=rank))
+
+    def on_no_agent(self, rank: int) -> None:
+        """The line's thread: without the parts of that rank there are no checkpoints."""
+        self.why_lost = f"the agent of rank {rank} died again and again; see the log of that rank"
+        self.uploads.fail_all(PersistError(self.why_lost, rank=rank))
 
     def on_agent(self, message: Message) -> None:
         """Listening thread: the agent tells what became of a snapshot."""
@@ -70,8 +85,9 @@ class Outcomes:
         elif kind == "replaced":
             self._on_new_agent(message["pid"])
         elif kind == "lost":
-            self.is_lost = True
+            self.why_lost = "the agent died again and again; see the log above for its error"
             self._snapshotter.pool.release_all()
-            self.uploads.fail_all(PersistError("the agent died again and again; see the log"))
+            self.uploads.fail_all(PersistError(self.why_lost))
+            self.on_lost()
         if self._snapshotter.pool.is_streaming:
             self._snapshotter.answers.put(message)  # the training thread waits for it

@@ -54,6 +54,8 @@ class Saving:
 
     def __post_init__(self) -> None:
         self.together.on_lost = self.outcomes.on_rank_lost
+        self.together.on_no_agent = self.outcomes.on_no_agent
+        self.outcomes.on_lost, self.outcomes.on_unheard = self.together.tell_no_agent, self._on_unheard
 
     def take(
         self,
@@ -70,9 +72,9 @@ class Saving:
         """
         step, started = self.steps.step, time.monotonic()
         is_planned = is_planned and not self.together.is_alone
-        if self.outcomes.is_lost:
+        if self.outcomes.why_lost is not None:
             if block:
-                raise AgentError("the agent died again and again; see the log above for its error")
+                raise AgentError(self.outcomes.why_lost)
             return None
         repeat = self._repeat(step, is_planned=is_planned)
         was_due, self.outcomes.is_due_again = self.outcomes.is_due_again, self.outcomes.is_due_again and not durable
@@ -102,8 +104,6 @@ class Saving:
         self.pace.waited(time.monotonic() - started)
         if not durable:
             return None
-        if taken.void is not None:  # no agent took it; one that has it says so itself, which does not matter
-            self._void(step, repeat, f"its snapshot is void: {taken.void.seen_by}", durable=durable)
         self.pace.begin(taken.sequence, started, is_asked=block)
         handle = SaveHandle(step, taken.staged, self.outcomes.uploads.open(taken.sequence))
         self._last = self._last if is_planned else handle
@@ -153,6 +153,11 @@ class Saving:
         if not self.steps.step or self._repeats.get(False, (0, 0))[0] != self.steps.step:
             return not self.steps.step
         return self._last is not None and self._holds(self._last, seconds)
+
+    def _on_unheard(self, inflight: Inflight) -> None:
+        """Any thread: no agent has this snapshot, so none says to the other ranks that it is void."""
+        assert inflight.void is not None
+        self._void(inflight.step, inflight.repeat, f"its snapshot is void: {inflight.void.seen_by}", durable=True)
 
     def on_late(self, step: int) -> None:
         """A plan was heard of too late."""

@@ -20,7 +20,7 @@ from stepwell.groups.choose import choose_group
 from stepwell.groups.group import Group, default_seconds
 from stepwell.groups.line import Line
 from stepwell.ranks.agreement import Agreement, Message
-from stepwell.ranks.events import RankLost, Sharing
+from stepwell.ranks.events import NoAgent, RankLost, Sharing
 from stepwell.ranks.sharing import Claim, Shares, share
 from stepwell.snapshot.guard import content_digest
 from stepwell.state.flatten import Flat
@@ -51,6 +51,7 @@ class Together:
     ) -> None:
         self.log: journal.EventLog | None = None
         self.on_lost: Callable[[int], None] = lambda rank: None
+        self.on_no_agent: Callable[[int], None] = lambda rank: None
         self._on_late, self._on_costs, self._on_leave = on_late, on_costs, on_leave
         self.group: Group = choose_group()
         self._is_open = False
@@ -135,6 +136,11 @@ class Together:
         if self._line is not None and not self.group.is_leader:
             self._line.send({"type": "costs", "costs": costs})
 
+    def tell_no_agent(self) -> None:
+        """This rank will write nothing any more: nobody is to wait for its parts."""
+        if self._line is not None:
+            self._line.send({"type": "no agent", "rank": self.group.rank})
+
     # -- what this rank stores ----------------------------------------------------------------------------------------
 
     def cut(self, flat: Flat, step: int, *, block: bool = False) -> Flat | None:
@@ -217,8 +223,18 @@ class Together:
             self._on_costs(rank, tuple(message["costs"]))
         elif kind == "leave":
             self._on_leave()
+        elif kind == "no agent":
+            self._hear_no_agent(message)
         elif self._agreement is not None:
             self._agreement.on_message(rank, message)
+
+    def _hear_no_agent(self, message: Message) -> None:
+        assert self._line is not None
+        if self.group.is_leader:
+            self._line.send(message)  # to all: the others have no line to each other
+        if message["rank"] != self.group.rank:
+            self._emit(NoAgent(of_rank=message["rank"]))
+            self.on_no_agent(message["rank"])
 
     def _on_line_lost(self, rank: int) -> None:
         """It died, or its machine: the launcher ends us, or training does. Nobody waits for it here."""

@@ -16,9 +16,11 @@ from stepwell.agent import process
 from stepwell.agent.client import AgentClient, find_orphan
 from stepwell.agent.offer import PROTOCOL
 from stepwell.arena.channel import Channel, place
-from stepwell.errors import AgentError
+from stepwell.errors import AgentError, VoidError
+from stepwell.store import assemble
 from stepwell.store.lineage import read_run
 from stepwell.store.paths import RunPaths
+from stepwell.types import CheckpointId
 from tests.agent.puppet import Puppet, make_orphan, verify, wait_for
 
 
@@ -97,6 +99,30 @@ def test_an_agent_killed_while_closing_is_replaced_too(
     assert finished == [True]
     assert puppet.steps() == [1]
     verify(puppet.paths, puppet.good()[0])
+
+
+def test_a_word_to_the_other_ranks_outlives_an_agent_that_is_killed_while_closing(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No snapshot is on its way any more, but the other ranks wait for this rank's part, or for the word."""
+    mark = tmp_path / "mark"
+    monkeypatch.setenv("STEPWELL_CRASH", "agent!void.written:1:1:stop")
+    monkeypatch.setenv("STEPWELL_CRASH_MARK", str(mark))
+    puppet = Puppet(run_dir)
+    puppet.open()
+    puppet.client.start(puppet.hello() | {"rank": 1, "world_size": 2})
+    puppet.prepare()
+    puppet.client.say_void({"type": "void", "step": 3, "repeat": 0, "reason": "refused"})
+    wait_for(mark.exists, "stopped")
+    pid, finished = puppet.client.pid, []
+    closing = threading.Thread(target=lambda: finished.append(puppet.close()))
+    closing.start()
+    wait_for(lambda: puppet.client._closing is not None, "closing")
+    os.kill(pid, signal.SIGKILL)
+    closing.join()
+    assert finished == [True]
+    with pytest.raises(VoidError, match="rank 1: refused"):
+        assemble.gather(puppet.paths, CheckpointId(3, 0, puppet.lineage), 2)
 
 
 def test_an_agent_that_dies_again_and_again_is_given_up(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
     RANKS_CLOCK_SHIFT=seconds   time.time() of trainer and agent is off by this much
     RANKS_STALL=path            the agent's next file operation waits while this file exists
+    RANKS_FAIL_COPY=nth         the nth snapshot fails before the agent is told of it
     RANKS_SLOW_COPY=seconds     as STEPWELL_SLOW_COPY (which the fork server has read before this rank existed)
 
 The agent runs isolated (`python -I -S -c ...`), so nothing in the environment reaches its interpreter. `install` puts a
@@ -11,6 +12,7 @@ then runs what the interpreter was given.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -27,6 +29,8 @@ def install(folder: Path) -> None:
         from stepwell import faults
 
         faults._slow_copy = float(os.environ["RANKS_SLOW_COPY"])
+    if "RANKS_FAIL_COPY" in os.environ:
+        fail_copy(int(os.environ["RANKS_FAIL_COPY"]))
     if not {"RANKS_CLOCK_SHIFT", "RANKS_STALL"} & os.environ.keys():
         return
     shift_clock()
@@ -34,6 +38,19 @@ def install(folder: Path) -> None:
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{Path(__file__).resolve()}" "$@"\n')
     program.chmod(0o755)
     sys.executable = str(program)
+
+
+def fail_copy(nth: int) -> None:
+    from stepwell.snapshot import inflight
+
+    inner, count = inflight.digests, itertools.count(1)
+
+    def digests(*arguments: Any) -> Any:
+        if next(count) == nth:
+            raise RuntimeError("no memory for a digest")
+        return inner(*arguments)
+
+    inflight.digests = digests
 
 
 def settle(ckpt: Any, number: int) -> None:

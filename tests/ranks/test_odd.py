@@ -183,6 +183,34 @@ def test_a_disk_that_is_full_for_a_while(streamed: bool, make: Any) -> None:
     job.check_nothing_left()
 
 
+@pytest.mark.parametrize("rank", [1, soak(0)])
+def test_a_copy_that_fails_before_the_agent_hears_of_it(rank: int, make: Any) -> None:
+    """The rank says itself that it has no part: nobody waits for one."""
+    wishes = {"steps": 12, "pause": 0.05}
+    job = make()
+    launch = job.go(**wishes, each={rank: {"RANKS_FAIL_COPY": "2"}})
+    launch.wait_well(30)
+    (void,) = job.events("snapshot-void")
+    assert "no memory for a digest" in void["seen_by"]
+    assert void["step"] not in job.committed_steps() and job.committed_steps()[-1] == 12
+    assert job.finals(launch) == make("straight").end(**wishes)
+    job.check_nothing_left()
+
+
+@pytest.mark.parametrize("rank", [1, soak(0)])
+def test_an_agent_that_dies_again_and_again_ends_the_checkpoints_of_all(rank: int, make: Any, tmp_path: Path) -> None:
+    """Training goes on everywhere. Nobody waits for parts that never come, at a save or at the end."""
+    job, barrier = make(), tmp_path / "barrier"
+    crash = {"STEPWELL_CRASH": f"agent!persist.begin:{rank}:1"}  # no mark: every agent of this rank dies there
+    launch = job.go(steps=20, pause=0.02, stop=f"15:{barrier}", each={rank: crash})
+    (told,) = wait_for(lambda: job.events("no-agent"), "the other rank knows")
+    assert (told.get("rank", 0), told["of_rank"]) == (1 - rank, rank)
+    barrier.touch()
+    launch.wait_well(30)
+    assert job.finals(launch) == make("straight").end(steps=20, pause=0.02)
+    assert not job.committed_steps()
+
+
 def test_a_part_of_which_nothing_comes_takes_no_room(make: Any, tmp_path: Path) -> None:
     """A rank whose disk stays full: what the other one wrote for each try is removed, though nothing newer commits."""
     job = make()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +17,7 @@ from stepwell.format.manifest import Manifest, RecordRef
 from stepwell.store import files
 from stepwell.store.catalog import Entry, scan
 from stepwell.store.paths import RunPaths
-from stepwell.store.retention import remove_checkpoint, surplus
+from stepwell.store.retention import left_over, remove_checkpoint, surplus
 from stepwell.types import CheckpointId, Keep
 from tests.restore.build import RunBuilder
 
@@ -84,6 +85,23 @@ def test_suspect_ones_do_not_count() -> None:
         (4, "suspect, and a newer suspect one is kept"),
         (1, "newer ones kept: 2"),
     ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("void", [None, "rank 1: refused"])
+def test_what_is_left_over_of_the_newest_step(world_size: int, void: str | None) -> None:
+    """Many ranks number their planned saves apart: what has the smaller number may be taken after them."""
+    committed = entry(5, "good")
+    assert committed.manifest is not None
+    id = CheckpointId(5, 1000, 1)
+    committed = replace(committed, id=id, manifest=replace(committed.manifest, id=id, world_size=world_size))
+    same_step, older, newer = (
+        replace(entry(5, "uncommitted"), void=void),
+        entry(4, "uncommitted"),
+        entry(6, "uncommitted"),
+    )
+    is_over = world_size == 1 or void is not None
+    assert left_over([newer, committed, same_step, older], 1) == ([same_step] if is_over else []) + [older]
 
 
 @pytest.mark.parametrize("options", [{"last": 1}, {"last": 0}, {"every": 0}, {"every": -1}])

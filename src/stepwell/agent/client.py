@@ -222,7 +222,8 @@ class AgentClient:
                 with contextlib.suppress(OSError):
                     received = channel.receive()
             if received is None:
-                if (self._closing is not None and not self._begun) or not self._replace():
+                is_done = self._closing is not None and not self._begun and not self._voids
+                if is_done or not self._replace():
                     self._ended.set()
                     return
                 continue

@@ -46,7 +46,7 @@ class Persister:
         self.log = log
         self.shelf = shelf_of(paths, Writer() if writer is None else writer, lineage)
         self._frozen: tuple[tuple[int, int], Location, FileEntry] | None = None
-        self._patience = patience
+        self.patience = patience
 
     def persist(self, pending: Pending) -> bool:
         """Make a snapshot durable and visible. Raises OSError or FencedError; older checkpoints stay as they are.
@@ -116,7 +116,7 @@ class Persister:
                     return True
                 assemble.check_waiting(paths, id)
                 commit.check_fence(paths, id)
-                if waited > 2 * self._patience:
+                if waited > 2 * self.patience:
                     raise VoidError(f"the leader did not end {id} within {waited:.0f} s")
                 return False
             records = self._gather(pending, waited)
@@ -133,13 +133,16 @@ class Persister:
         world_size = pending.owner.world_size
         try:
             found = assemble.gather(self.paths, pending.id, world_size)
-            if isinstance(found[0], int) and waited > self._patience:
+            if found[0] == pending.owner.rank:
+                raise VoidError(f"{pending.id} was removed while its parts were waited for", rank=pending.owner.rank)
+            if isinstance(found[0], int) and waited > self.patience:
                 ranks = ", ".join(map(str, found[:8]))
                 raise VoidError(f"no part of rank {ranks} within {waited:.0f} s", rank=found[0])
         except VoidError as error:
             rank = error.fields.get("rank", 0)
             reason = str(error).removeprefix(f"rank {rank}: ")
-            assemble.end_void(self.paths, Void(pending.run, pending.id, int(str(rank)), reason))
+            with contextlib.suppress(FileNotFoundError):  # its directory is gone, which tells the others the same
+                assemble.end_void(self.paths, Void(pending.run, pending.id, int(str(rank)), reason))
             raise
         commit.check_fence(self.paths, pending.id)
         records = [item for item in found if not isinstance(item, int)]

@@ -137,22 +137,35 @@ class Worker:
         os.eventfd_write(self.wake, 1)
 
     def _follow(self, written: Sequence[Pending]) -> None:
-        """Look whether the other ranks have written their parts. In order: what is older than a commit is removed."""
+        """Look whether the other ranks have written their parts.
+
+        The leader ends them in order: a commit removes what is older, and with it what other ranks say of that.
+        """
+        now, (first, most) = time.monotonic(), self.persister.shelf.looks
+        for item in written:
+            item.not_before = now + min(most, first + self._waited(item) / 10)
         for item in written:
             with self.lock:
                 self.busy = item
             self._look(item)
+            if self._is_leader and not item.is_done:
+                return
+
+    def _waited(self, pending: Pending) -> float:
+        assert pending.written_at is not None
+        return time.monotonic() - pending.written_at
 
     def _look(self, pending: Pending) -> None:
-        assert pending.written_at is not None
-        waited, (first, most) = time.monotonic() - pending.written_at, self.persister.shelf.looks
-        pending.not_before = time.monotonic() + min(most, first + waited / 10)
+        waited = self._waited(pending)
         try:
             is_committed = self.persister.follow(pending)
-        except (FencedError, VoidError) as error:
-            self.note_failure(pending, error, final=True)
         except (OSError, StepwellError) as error:
-            events.logger.debug("looking after %s: %s", pending.id, error)  # and again soon
+            # The next ones wait for this one: a directory that cannot be read must not hold them for ever.
+            is_late = waited > 2 * self.persister.patience
+            if is_late or isinstance(error, (FencedError, VoidError)):
+                self.note_failure(pending, error, final=True)
+            else:
+                events.logger.debug("looking after %s: %s", pending.id, error)  # and again soon
         else:
             if is_committed:
                 self.after_commit(pending, waited)

@@ -19,6 +19,17 @@ class Sharing(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoAgent(Event):
+    """The agent of a rank died again and again: without its parts there are no checkpoints."""
+
+    level: ClassVar[int] = logging.ERROR
+    of_rank: int
+
+    def text(self) -> str:
+        return f"rank {self.of_rank} has no agent any more: no rank writes checkpoints; see the log of that rank"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankLost(Event):
     """The connection to another rank ended."""
 

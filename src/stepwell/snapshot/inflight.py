@@ -62,6 +62,7 @@ class Inflight:
     arena: Arena
     plan: Plan
     strategy: str
+    repeat: int = 0
     is_durable: bool = True
     frozen_sequence: int = 0
     copies_frozen: bool = False

@@ -208,6 +208,7 @@ class Snapshotter:
             arena=arena,
             plan=plan,
             strategy=self._choose(arrangement, meta["step"]),
+            repeat=meta.get("repeat", 0),
             is_durable=meta["durable"],
             frozen_sequence=self.pool.frozen_sequence if plan.frozen is not None else 0,
             copies_frozen=copies_frozen,

@@ -76,6 +76,7 @@ def stream_image(
         arena=arena,
         plan=plan,
         strategy="streamed",
+        repeat=meta.get("repeat", 0),
     )
     outcome = "replaced"
     for _ in range(_TRIES):

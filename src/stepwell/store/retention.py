@@ -68,15 +68,21 @@ def remove_directory(entry: Entry, spare: Spare | None = None) -> None:
 def left_over(entries: Sequence[Entry], lineage: int) -> list[Entry]:
     """Directories that never become a checkpoint. `lineage` is the newest one, and asks.
 
-    Snapshots are committed in order: what is older than a committed one was given up, or its process died.
+    Snapshots are committed in order: what is older than a committed one was given up, or its process died. Many ranks
+    number planned and other saves of one step apart, so there only a word says so of one of the same step.
     """
-    newest = max((e.id for e in entries if e.is_live and e.is_good), default=None)
+    newest = max((e for e in entries if e.is_live and e.manifest is not None), key=lambda e: e.id, default=None)
+
+    def is_passed(entry: Entry) -> bool:
+        if newest is None or newest.manifest is None:
+            return False
+        is_numbered = newest.manifest.world_size == 1 or entry.void is not None
+        return entry.id.step < newest.id.step or (is_numbered and entry.id < newest.id)
+
     return [
         entry
         for entry in entries
-        if not entry.is_committed
-        and entry.id.lineage <= lineage
-        and (not entry.is_live or (newest is not None and entry.id < newest))
+        if not entry.is_committed and entry.id.lineage <= lineage and (not entry.is_live or is_passed(entry))
     ]
 
 

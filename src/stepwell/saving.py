@@ -53,6 +53,7 @@ class Saving:
     """Of the last save that all ranks took by themselves, if this one did."""
 
     def __post_init__(self) -> None:
+        self.together.find_still = self.capture.find_still
         self.together.on_lost = self.outcomes.on_rank_lost
         self.together.on_no_agent = self.outcomes.on_no_agent
         self.outcomes.on_lost, self.outcomes.on_unheard = self.together.tell_no_agent, self._on_unheard

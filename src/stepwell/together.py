@@ -23,7 +23,7 @@ from stepwell.ranks.agreement import Agreement, Message
 from stepwell.ranks.events import NoAgent, RankLost, Sharing
 from stepwell.ranks.sharing import Claim, Shares, share
 from stepwell.snapshot.guard import content_digest
-from stepwell.state.flatten import Flat
+from stepwell.state.flatten import Flat, Leaf
 from stepwell.state.share import OWN, Cutter, describe
 from stepwell.types import Owner
 
@@ -50,6 +50,7 @@ class Together:
         on_leave: Callable[[], object],
     ) -> None:
         self.log: journal.EventLog | None = None
+        self.find_still: Callable[[Sequence[Leaf]], set[str]] = lambda leaves: set()
         self.on_lost: Callable[[int], None] = lambda rank: None
         self.on_no_agent: Callable[[int], None] = lambda rank: None
         self._on_late, self._on_costs, self._on_leave = on_late, on_costs, on_leave
@@ -181,7 +182,8 @@ class Together:
         self._form = form
         self._round = max(self._round + 1, step << 8)
         found = {leaf.name: describe(leaf, content_digest) for leaf in flat.leaves if leaf.path[0] != OWN}
-        claims = {name: Claim(*facts) for name, facts in found.items()}
+        still = self.find_still(flat.leaves)
+        claims = {name: Claim(*facts, is_still=name in still) for name, facts in found.items()}
         if self.group.is_leader:
             self._hear_claims(0, self._round, claims)
         else:

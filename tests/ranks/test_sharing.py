@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -154,3 +155,21 @@ def test_the_verdict_does_not_depend_on_the_order_of_leaves(seed: int) -> None:
 def test_a_claim_travels() -> None:
     claim = rows((7, 3), 2, 3, mesh="abc")
     assert Claim.load(claim.dump()) == claim
+
+
+def test_what_changes_is_shared_evenly_beside_a_large_part_that_does_not() -> None:
+    """Adapters beside a frozen model: a thousandth of the bytes, and all of what is written each time."""
+    mine = {f"base/{number}": replace(whole((64, 1000)), is_still=True) for number in range(20)}
+    mine |= {f"adapter/{number}": whole((8, 16)) for number in range(20)}
+    claims = [dict(mine) for _ in range(4)]
+    shares = share(claims)
+
+    def written(rank: int, kind: str) -> int:
+        found = {name: rows for name, rows in shares[rank].items() if name.startswith(kind)}
+        return nbytes(claims, [found], 0)
+
+    for kind in ("adapter", "base"):
+        sizes = [written(rank, kind) for rank in range(4)]
+        assert sum(sizes) == sum(c.row_bytes * c.box.row_count for name, c in mine.items() if name.startswith(kind))
+        assert max(sizes) <= 1.1 * sum(sizes) / 4, (kind, sizes)
+    assert [Claim.load(claim.dump()) for claim in mine.values()] == list(mine.values())

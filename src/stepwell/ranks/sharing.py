@@ -32,6 +32,8 @@ class Claim:
     digest: str
     mesh: str = ""
     """Whom it was sharded over, as a digest."""
+    is_still: bool = False
+    """Nobody changes it: it is written once, and what is written each time is shared evenly without it."""
 
     @property
     def is_part(self) -> bool:
@@ -44,18 +46,18 @@ class Claim:
 
     def dump(self) -> list[Any]:
         """As it travels."""
-        return [self.dtype, self.global_shape, self.box.offsets, self.box.shape, self.digest, self.mesh]
+        return [self.dtype, self.global_shape, self.box.offsets, self.box.shape, self.digest, self.mesh, self.is_still]
 
     @classmethod
     def load(cls, values: Sequence[Any]) -> Claim:
-        dtype, global_shape, offsets, shape, digest, mesh = values
-        return cls(dtype, tuple(global_shape), Box(tuple(offsets), tuple(shape)), digest, mesh)
+        dtype, global_shape, offsets, shape, *rest = values
+        return cls(dtype, tuple(global_shape), Box(tuple(offsets), tuple(shape)), *rest)
 
 
 def share(claims: Sequence[Mapping[str, Claim]]) -> list[Shares]:
     """The verdict for each rank."""
     shares: list[Shares] = [{} for _ in claims]
-    together: dict[tuple[int, ...], list[tuple[str, Claim]]] = {}
+    together: dict[tuple[tuple[int, ...], bool], list[tuple[str, Claim]]] = {}
     for name in sorted({name for mine in claims for name in mine}):
         found = {rank: mine[name] for rank, mine in enumerate(claims) if name in mine}
         for ranks in _groups(found):
@@ -63,8 +65,9 @@ def share(claims: Sequence[Mapping[str, Claim]]) -> list[Shares]:
             storing = ranks if is_equal else ranks[:1]  # copies of a part that drifted apart: one of them counts
             for rank in ranks:
                 shares[rank][name] = (0, 0, "")
-            together.setdefault(tuple(storing), []).append((name, found[ranks[0]]))
-    for holders, leaves in together.items():
+            first = found[ranks[0]]
+            together.setdefault((tuple(storing), first.is_still), []).append((name, first))
+    for (holders, _), leaves in together.items():
         _split(holders, leaves, shares)
     return shares
 

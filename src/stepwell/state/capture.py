@@ -15,6 +15,7 @@ from torch import nn
 
 from stepwell.state.distributed import is_distributed
 from stepwell.state.flatten import Collector, Flat, Leaf
+from stepwell.state.roles import Owners, assign_roles
 from stepwell.state.tracked import Tracked
 
 _PLAIN = (torch.Tensor, int, float, bool, str, type(None))
@@ -50,6 +51,11 @@ class Capture:
         if len(memory.trees) < sum(item.module is not None or item.optimizer is not None for item in self._tracked):
             return Flat(trees, collector.leaves)
         return Flat(trees, collector.leaves, memory, len(memory.collector.leaves))
+
+    def find_still(self, leaves: Sequence[Leaf]) -> set[str]:
+        """Names of leaves that nobody changes, as far as one can see."""
+        roles = assign_roles(leaves, Owners(self._tracked), ())
+        return {leaf.name for leaf, role in zip(leaves, roles, strict=True) if role.protection == "frozen"}
 
 
 class _Memory:

@@ -1,9 +1,9 @@
 """One rank that saves with torch.distributed.checkpoint, goes on from that under stepwell, or loads through our reader.
 
-    dcp_rank.py WHERE --task save|go-on|load|stages --kind plain|ddp|fsdp|tp --folder DIR --style raw|named|flat
+    dcp_rank.py WHERE --task save|write|go-on|load|stages --kind plain|ddp|fsdp|tp --folder DIR --style raw|named|flat
 
 Writes WHERE.<task>.json (rank 0): digests of all full tensors, under the names of the plain model. `stages`: each rank
-has one layer of the model, as in a pipeline, and saves that.
+has one layer of the model, as in a pipeline, and saves that. `write`: as save, through our writer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add = parser.add_argument
     add("where")
-    add("--task", required=True, choices=["save", "go-on", "load", "stages"])
+    add("--task", required=True, choices=["save", "write", "go-on", "load", "stages"])
     add("--kind", default="plain", choices=["plain", "ddp", "fsdp", "tp"])
     add("--folder")
     add("--style", default="raw", choices=["raw", "named", "flat"])
@@ -51,7 +51,12 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, style: str) -> 
 def save(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     for step in range(3):
         train_step(model, optimizer, step, args)
-    dcp.save(state_of(model, optimizer, args.style), checkpoint_id=args.folder)
+    if args.task == "write":
+        from stepwell.adapters.dcp_writer import StepwellWriter
+
+        dcp.save(state_of(model, optimizer, args.style), storage_writer=StepwellWriter(args.where, step=3))
+    else:
+        dcp.save(state_of(model, optimizer, args.style), checkpoint_id=args.folder)
     return {"saved": digest(named_tensors(model, optimizer))}
 
 
@@ -109,10 +114,11 @@ def main() -> None:
         stages(args)
         dist.destroy_process_group()
         return
-    torch.manual_seed({"save": 1, "go-on": 2, "load": 3}[args.task])
+    torch.manual_seed({"save": 1, "write": 1, "go-on": 2, "load": 3}[args.task])
     model = spread(Net(args.width, 50, 2), args.kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr={"save": 1e-2, "go-on": 1.0, "load": 2.0}[args.task])
-    result = {"save": save, "go-on": go_on, "load": load}[args.task](args, model, optimizer)
+    rates = {"save": 1e-2, "write": 1e-2, "go-on": 1.0, "load": 2.0}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rates[args.task])
+    result = {"save": save, "write": save, "go-on": go_on, "load": load}[args.task](args, model, optimizer)
     result["lr"] = optimizer.param_groups[0]["lr"]
     if dist.get_rank() == 0:
         Path(f"{args.where}.{args.task}.json").write_text(json.dumps(result))

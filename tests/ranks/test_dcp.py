@@ -151,3 +151,20 @@ def test_stages_of_a_pipeline_are_one_model_for_others(make_job: MakeJob, tmp_pa
     model = torch.nn.ModuleDict({f"stage{rank}": torch.nn.Linear(3, 2 + rank) for rank in range(3)})
     load_into(StepwellReader(job.where), model=model)  # one process takes all stages
     assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("kind", "next_kind", "next_world"), [("fsdp", "ddp", 2), ("ddp", "fsdp", 3)])
+def test_dcp_saves_a_checkpoint_of_ours(kind: str, next_kind: str, next_world: int, make_job: MakeJob) -> None:
+    """Written by 4 ranks, each tensor once; read by another number of ranks, and by every command."""
+    job = make_job("job", kind=Interchange)
+    assert isinstance(job, Interchange)
+    saved = job.do("write", kind, 4)
+    read = job.do("load", next_kind, next_world, "--style", "raw")
+    assert (read["loaded"], read["lr"]) == (saved["saved"], saved["lr"])
+    (entry,) = job.good()
+    assert entry.id.step == 3 and entry.manifest is not None and entry.manifest.world_size == 4
+    job.verify(entry)
+    boxes = [(leaf.name, leaf.offsets) for record in job.records(entry) for leaf in record.leaves if not leaf.private]
+    assert len(set(boxes)) == len(boxes), "something is stored twice"
+    good("verify", job.where)
+    job.check_nothing_left()

@@ -63,7 +63,7 @@ class Checkpointer:
         track: dict[str, Any] | None = None,
         **tracked: Any,
     ) -> None:
-        """Only the directory and the objects (`**tracked`, or `track={}`) have no default.
+        """Only the directory, or `s3://...`, and the objects (`**tracked`, or `track={}`) have no default.
 
         overhead:      share of the time that checkpoints may take (0.035); short for policy=Auto(overhead=)
         policy, keep:  when to write a checkpoint, and how many stay

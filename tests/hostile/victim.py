@@ -112,7 +112,7 @@ def import_class(module: str, qualname: str) -> Any:
 
 
 CONTROLS: dict[str, tuple[Any, str, Any]] = {
-    "record of 100 GB": (files, "get", lambda path, limit=0: path.read_bytes()),
+    "record of 100 GB": (files, "get", lambda path, limit=0, is_constant=False: path.read_bytes()),
     "record is a link": (os, "O_NOFOLLOW", 0),
     "events are a link": (os, "O_NOFOLLOW", 0),
     "record name ../": (manifest, "check_file_name", lambda name, path: name),

@@ -52,8 +52,21 @@ def test_a_run_ends_as_in_a_directory(make_run: MakeRun, reference: Ending) -> N
     assert {"run.json", "lineage", "events.jsonl", "progress", "history.json"} <= set(there), there
 
 
-@pytest.mark.parametrize("whom", ["agent", "both"])
-@pytest.mark.parametrize("point", POINTS)
+SHORT = {
+    ("shard.middle", "agent"),
+    ("shard.durable", "both"),
+    ("manifest.written", "both"),
+    ("manifest.linked", "agent"),
+}
+"""Those that are played each time; the others are left to `make soak`."""
+SCENES = [
+    pytest.param(point, whom, marks=[] if (point, whom) in SHORT else pytest.mark.soak)
+    for point in POINTS
+    for whom in ("agent", "both")
+]
+
+
+@pytest.mark.parametrize(("point", "whom"), SCENES)
 def test_killed_at(point: str, whom: str, make_run: MakeRun, reference: Ending, tmp_path: Path) -> None:
     """The agent alone, which is replaced; or with its trainer, and all begins again from the bucket."""
     run = make_run()

@@ -119,7 +119,7 @@ class Pace:
     def release(self) -> None:
         """The writing thread has ended: what a run in a bucket wrote on this machine goes there too."""
         self._file.close()
-        desk.publish(self._paths, {})
+        desk.publish(self._paths, {}, is_last=True)
 
     def _write(self, **changes: str) -> None:
         checkpoint, durable = self._profile.checkpoint, self._profile.durable

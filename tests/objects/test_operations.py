@@ -11,7 +11,7 @@ import pytest
 
 from stepwell.errors import ConfigError, DamagedError, StorageError
 from stepwell.restore.remote import ObjectSource
-from stepwell.store import files, objects
+from stepwell.store import desk, files, objects
 from stepwell.store.lineage import open_run
 from stepwell.store.objects import ObjectPath
 from stepwell.store.paths import RunPaths
@@ -117,6 +117,33 @@ def test_an_upload_that_is_given_up_leaves_no_object(address: ObjectPath) -> Non
     with pytest.raises(KeyError, match="given up"):
         objects.upload(address / "shard", pieces(), PART)
     assert files.list_names(address) == []
+
+
+def test_a_stream_without_its_end_leaves_no_object(address: ObjectPath) -> None:
+    stream = objects.Upload(address / "shard", 3 * PART)
+    for _ in range(2):
+        stream.write(memoryview(bytes(PART)))
+    del stream
+    assert files.list_names(address) == []
+
+
+def test_events_are_sent_again_when_they_have_grown(address: ObjectPath) -> None:
+    paths, seen = RunPaths(address), dict[str, objects.Facts]()
+    desk.fetch(paths)
+
+    def there() -> int:
+        found = files.facts(address / "events.jsonl")
+        return -1 if found is None else found.nbytes
+
+    sizes = []
+    for nbytes, is_last in ((800, False), (850, False), (900, False), (901, True)):
+        paths.events.write_bytes(bytes(nbytes))
+        desk.publish(paths, seen, is_last=is_last)
+        sizes.append(there())
+    assert sizes == [800, 800, 900, 901]
+    paths.events.unlink()
+    desk.fetch(paths)
+    assert paths.events.stat().st_size == 901
 
 
 def test_parts_are_as_many_as_a_service_takes() -> None:

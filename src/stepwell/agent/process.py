@@ -33,6 +33,7 @@ from stepwell.arena.memory import Arena, ArenaShape
 from stepwell.errors import StepwellError
 from stepwell.format.manifest import Void
 from stepwell.store import desk
+from stepwell.store.objects import Facts
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
 from stepwell.types import CheckpointId, Keep, Owner
@@ -81,7 +82,7 @@ class Agent:
                 key.data()
             self._tend()
         self.worker.persister.close()
-        desk.publish(self.paths, {})
+        desk.publish(self.paths, {}, is_last=True)
         if self.channel is not None:
             self._send({"type": "bye"})
 
@@ -118,7 +119,7 @@ class Agent:
 
     def _beat(self) -> None:
         """Show other machines that this run is alive. A thread of its own: the file system may hang."""
-        seen: dict[str, float] = {}
+        seen: dict[str, Facts] = {}
         while True:
             if self._trainer_pid:
                 with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ from typing import Final
 
 from stepwell.arena.channel import find_agents, find_ranks, place
 from stepwell.cli import wording
-from stepwell.errors import DamagedError
+from stepwell.errors import DamagedError, StorageError
 from stepwell.store import files
 from stepwell.store.lineage import read_run
 from stepwell.store.paths import RunPaths
@@ -139,6 +139,11 @@ def _quiet_seconds(ranks: Sequence[RunPaths]) -> float:
     newest = 0.0
     for paths in ranks:
         for path in (paths.progress, paths.events, paths.run, paths.lineages):
-            if (found := files.facts(path)) is not None:
-                newest = max(newest, found.modified)
+            try:
+                found = files.facts(path)
+            except StorageError:
+                raise  # in doubt a run is alive
+            except OSError:
+                continue
+            newest = max(newest, 0.0 if found is None else found.modified)
     return max(0.0, time.time() - newest)

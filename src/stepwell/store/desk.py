@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from stepwell.store import files, objects
-from stepwell.store.objects import ObjectPath
+from stepwell.store.objects import Facts, ObjectPath
 from stepwell.store.paths import RunPaths
 
 _NAMES: Final = re.compile(r"(progress|events)(\.rank-\d{5,})?(\.jsonl)?|history\.json", re.ASCII)
@@ -45,17 +45,23 @@ def fetch(paths: RunPaths, *, since: float = 0.0, is_reader: bool = False) -> No
             os.utime(path, (found.modified, found.modified))
 
 
-def publish(paths: RunPaths, seen: dict[str, float]) -> None:
-    """Copy to the bucket what this rank changed since the last time, which `seen` remembers. Never raises."""
+def publish(paths: RunPaths, seen: dict[str, Facts], *, is_last: bool = False) -> None:
+    """Copy to the bucket what this rank changed since the last time, which `seen` remembers. Never raises.
+
+    Events only grow, and an object cannot: they are sent again when they are an eighth more, and at the end.
+    """
     if not isinstance(paths.root, ObjectPath):
         return
     for name in _mine(paths):
         with contextlib.suppress(OSError):  # the next time
             path: Path = paths.desk / name
-            found = files.facts(path)
-            if found is not None and seen.get(name) != found.modified:
-                objects.put(paths.root / name, path.read_bytes())
-                seen[name] = found.modified
+            found, last = files.facts(path), seen.get(name)
+            if found is None or found == last:
+                continue
+            if last is not None and path == paths.events and not is_last and found.nbytes < last.nbytes * 9 // 8:
+                continue
+            objects.put(paths.root / name, path.read_bytes())
+            seen[name] = found
 
 
 def _mine(paths: RunPaths) -> list[str]:

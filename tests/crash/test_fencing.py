@@ -90,7 +90,8 @@ def test_a_pair_that_thaws_while_its_successor_trains(run: Run, tmp_path: Path, 
 
 def test_a_frozen_trainer_with_a_live_agent(run: Run, tmp_path: Path, reference: Ending) -> None:
     """Only the trainer freezes: its agent commits what is complete, refuses to be adopted, and is fenced later."""
-    trainer = run.start(STEPWELL_CRASH="trainer!copy.complete:0:4:stop", STEPWELL_CRASH_MARK=str(tmp_path / "mark"))
+    crash = {"STEPWELL_CRASH": "trainer!copy.complete:0:4:stop", "STEPWELL_CRASH_MARK": str(tmp_path / "mark")}
+    trainer = run.start(**crash, TRAIN_PACE="0.05")  # not so fast that the fourth snapshot could be the last one
     wait_for(trainer.is_stopped, "the trainer is stopped")
     wait_for(lambda: len(run.events("commit")) == 4, "its agent commits what is complete")
     run.finish()

@@ -77,7 +77,8 @@ def check_visible(address: ObjectPath, steps: list[int]) -> None:
     good("verify", address)
 
 
-@pytest.mark.parametrize("nbytes", [64 << 20, pytest.param(1 << 30, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("nbytes", [64 << 20, 1 << 30])
 @pytest.mark.timeout(1800)
 def test_a_large_state(nbytes: int, address: ObjectPath, bucket: Bucket, make_proxy: MakeProxy, tmp_path: Path) -> None:
     proxy = make_proxy()

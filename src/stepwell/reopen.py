@@ -80,6 +80,7 @@ class Reopened:
             "rank": self.owner.rank,
             "world_size": self.owner.world_size,
             "keep": asdict(keep),
+            "restored": "" if self.restored is None or self.is_resized else self.restored.directory,
             "linger": seconds_from("STEPWELL_LINGER", 60),
             "patience": seconds_from("STEPWELL_GROUP_SECONDS", 600),
         }

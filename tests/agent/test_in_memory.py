@@ -107,16 +107,16 @@ def test_the_queue_keeps_the_newest_of_them() -> None:
         queue.add(item)
     complete(durable)
     complete(first)
-    assert queue.collect(durable) == [] and queue.newest_complete is first
+    assert queue.collect(durable) == [] and queue.complete()[0] is first
     assert queue.next_due() is durable and not queue.has_incomplete()
     durable.is_done = True
     assert queue.collect(None) == [durable] and queue.next_due() is None and not queue.is_waiting()
     complete(second)
-    assert queue.collect(None) == [first] and queue.newest_complete is second
+    assert queue.collect(None) == [first] and queue.complete()[0] is second
     arena.claim(2)  # the trainer fills its slot again, unasked
-    assert queue.newest_complete is first
+    assert queue.complete()[0] is first
     arena.claim(1)
-    assert queue.newest_complete is durable
+    assert queue.complete()[0] is durable
     arena.close()
 
 

@@ -128,3 +128,19 @@ def test_one_that_cannot_be_read_holds_the_next_for_a_while_only(patience: float
     scene.leave_record(9)
     scene.look()
     assert scene.is_committed(scene.newer) == scene.older.is_done == (not patience)
+
+
+def test_one_of_a_trainer_before_holds_nothing_up(make: Callable[..., Scene]) -> None:
+    """Its ranks died a step apart: the other one has written another step, and never writes this one."""
+    scene = make()
+    successor = create_next(scene.paths, parent=scene.lineage, step=6)
+    scene.worker.serve(scene.paths, successor.number, Keep(), 600.0)
+    scene.lineage = successor.number
+    newest = scene._written(12, 0)
+    scene.leave_record(12)
+    scene.look()
+    assert scene.is_committed(newest) and not scene.older.is_done
+    assert scene.newer.is_done  # fenced: the successor left history before it
+    scene.look()
+    ((kind, error),) = scene.said(scene.older)
+    assert kind == "failed" and "was removed while its parts were waited for" in error

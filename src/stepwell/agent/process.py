@@ -162,6 +162,8 @@ class Agent:
             self.paths = RunPaths.at(message["root"], self.owner.rank)
             self.worker.serve(self.paths, self.lineage, Keep(**message["keep"]), message["patience"])
             self._leave_at, self._is_greeted = None, True
+            if (restored := CheckpointId.parse(message.get("restored", ""))) is not None:
+                self.worker.queue.want(restored)
         if self._listener is None:
             self._listener = listen(place(self.run_id, self.paths.identity), self.owner.rank)
             self._selector.register(self._listener, selectors.EVENT_READ, self._on_successor)

@@ -9,7 +9,7 @@ Holds:   in order; a snapshot whose write failed is given up only when a newer o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -175,11 +175,6 @@ class PendingQueue:
         self._complete.update({(item.arena.shape.generation, item.slot): item for item in complete})
         return complete
 
-    @property
-    def newest_complete(self) -> Pending | None:
-        """The newest snapshot whose bytes are all in memory still."""
-        return next(iter(self.complete()), None)
-
     def complete(self) -> list[Pending]:
         """What a successor may be offered: the snapshots whose bytes are all in memory still, the newest first."""
         self._note_complete()
@@ -226,11 +221,18 @@ class PendingQueue:
 
     def want_newest(self) -> None:
         """The trainer is dead: if the newest complete snapshot was only kept in memory, it is to be written now."""
-        newest = self.newest_complete
-        if newest is not None and not newest.is_wanted and not newest.is_done:
-            newest.is_wanted = True
-            if newest not in self.items:
-                newest.is_dropped = False
-                self.items.append(newest)
-                self.items.sort(key=lambda item: item.sequence)
+        self._want(self.complete()[:1])
         self.drop_unwanted()
+
+    def want(self, id: CheckpointId) -> None:
+        """A successor goes on from this snapshot, perhaps an older one than the newest here: it is to be written."""
+        self._want([item for item in self.complete() if item.id == id])
+
+    def _want(self, chosen: Sequence[Pending]) -> None:
+        for item in chosen:
+            if not item.is_wanted and not item.is_done:
+                item.is_wanted = True
+                if item not in self.items:
+                    item.is_dropped = False
+                    self.items.append(item)
+                    self.items.sort(key=lambda item: item.sequence)

@@ -139,7 +139,8 @@ class Worker:
     def _follow(self, written: Sequence[Pending]) -> None:
         """Look whether the other ranks have written their parts.
 
-        The leader ends them in order: a commit removes what is older, and with it what other ranks say of that.
+        The leader ends them in order: a commit removes what is older, and with it what other ranks say of that. Those
+        of a trainer before hold nothing up: its ranks may have died a step apart, and have written different ones.
         """
         now, (first, most) = time.monotonic(), self.persister.shelf.looks
         for item in written:
@@ -148,7 +149,7 @@ class Worker:
             with self.lock:
                 self.busy = item
             self._look(item)
-            if self._is_leader and not item.is_done:
+            if self._is_leader and not item.is_done and item.id.lineage == self.lineage:
                 return
 
     def _waited(self, pending: Pending) -> float:

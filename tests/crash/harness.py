@@ -78,7 +78,11 @@ class Server:
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(timeout=DEADLINE_SECONDS)
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:  # seen once: it had no children left, and torch did not let it end
+            self._process.kill()
+            self._process.wait()
         self._process.stdout.close()
 
 

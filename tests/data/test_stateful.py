@@ -192,6 +192,7 @@ def test_and_training_goes_on_without(run_dir: Path) -> None:
             training.ckpt.step()
         held = batch if number < 5 else None
         if held is None:
+            training.ckpt._snapshotter.pool.wait_prepared()  # a save is put off too while memory is made ready
             training.update(batch)
             training.ckpt.step()
     training.ckpt.close(save=False)

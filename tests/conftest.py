@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import leftovers
+from tests.crash.harness import Server
 
 EXIT_GRACE_SECONDS = 2.0
 
@@ -42,6 +43,16 @@ def why_no_cuda() -> str | None:
 def run_dir(tmp_path: Path) -> Path:
     """Where a run would live; not created."""
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="session")
+def rank_server() -> Iterator[Server]:
+    """Forks the ranks of all jobs of this process."""
+    from tests.ranks.launch import PRELOADED
+
+    server = Server(*PRELOADED)
+    yield server
+    server.close()
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ def wait_for_the_third(run: Run) -> int:
 def test_a_complete_snapshot_becomes_durable_without_its_trainer(run: Run) -> None:
     kill_after_snapshot(run)
     assert run.check_newest() <= wait_for_the_third(run) == run.check_newest()
-    (death,) = run.events("trainer-death")
+    (death,) = wait_for(lambda: run.events("trainer-death"), "the agent says that its trainer is dead")
     assert death["pid"] == run.trainers[0].pid
 
 

@@ -15,7 +15,7 @@ from tests.crash.harness import Ending, Run, Server
 from tests.objects.proxy import Proxy, Rule
 from tests.objects.server import BUCKET, find_weed
 from tests.objects.server import Server as Bucket
-from tests.ranks.launch import PRELOADED, Job
+from tests.ranks.launch import Job
 
 MakeRun = Callable[..., Run]
 MakeProxy = Callable[..., Proxy]
@@ -57,10 +57,8 @@ def make_proxy(bucket: Bucket) -> Iterator[MakeProxy]:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    server = Server(*PRELOADED)
-    yield server
-    server.close()
+def server(rank_server: Server) -> Server:
+    return rank_server
 
 
 @pytest.fixture(scope="session")

@@ -49,6 +49,7 @@ def test_four_kills_behind_a_wrapper_that_hides_the_exit_code_and_one_json_docum
     assert Path(document["timeline"]).stat().st_size > 10_000
 
 
+@pytest.mark.soak
 def test_restored_state_that_is_thrown_away_is_named(tmp_path: Path) -> None:
     outcome = prove_script(tmp_path / "out", "reinitialised")
     assert outcome.code == 1, outcome.stdout + outcome.stderr
@@ -60,6 +61,7 @@ def test_restored_state_that_is_thrown_away_is_named(tmp_path: Path) -> None:
     assert "state that is not tracked" in outcome.document["causes"][0]
 
 
+@pytest.mark.soak
 def test_a_script_that_never_restores_fails_with_its_own_error(tmp_path: Path) -> None:
     outcome = prove_script(tmp_path / "out", "no-restore")
     assert outcome.code == 1, outcome.stdout + outcome.stderr

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.crash.harness import Server
-from tests.ranks.launch import PRELOADED, Job
+from tests.ranks.launch import Job
 
 MakeJob = Callable[..., Job]
 Straight = Callable[..., Job]
@@ -21,10 +21,8 @@ def soak(*values: object) -> Any:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    server = Server(*PRELOADED)
-    yield server
-    server.close()
+def server(rank_server: Server) -> Server:
+    return rank_server
 
 
 @pytest.fixture

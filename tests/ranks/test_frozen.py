@@ -88,7 +88,7 @@ def stop_inside_commit(job: Job, rank: int, point: str, barrier: Path) -> tuple[
 
 @pytest.mark.parametrize(
     ("rank", "point"),
-    [(0, "manifest.written"), soak(0, "record.durable"), soak(0, "prune.begin"), soak(3, "shard.synced")],
+    [(0, "manifest.written"), soak(0, "record.linked"), soak(0, "prune.begin"), soak(3, "shard.synced")],
 )
 def test_an_agent_frozen_inside_its_commit(
     rank: int, point: str, make_job: MakeJob, straight: Straight, tmp_path: Path

@@ -247,7 +247,8 @@ def test_snapshots_in_memory_between_checkpoints(victim: str, make: Any, tmp_pat
     again = job.go(steps=24, every=10, memory=1)
     again.wait_well()
     resumed = job.reports(again)[0]["resumed"]
-    assert resumed == 10 if victim == "everything" else resumed >= 17, resumed
+    # Killed too, the agents may still have written the newest one, or not.
+    assert resumed >= (10 if victim == "everything" else 17), resumed
     assert job.finals(again) == make("straight").end(steps=24, every=10)
     job.check_nothing_left()
 

@@ -96,7 +96,8 @@ def test_another_machine_goes_on(make_run: MakeRun, reference: Ending, tmp_path:
     trainer.kill()
     trainer.wait()
     paths = run.paths
-    wait_for(lambda: files.exists(paths.root / "history.json"), "the agent has copied the desk")
+    here, there = paths.history.read_bytes(), paths.root / "history.json"
+    wait_for(lambda: files.exists(there) and files.get(there) == here, "the agent has copied the desk")
     run.kill_agents()
     shutil.rmtree(paths.desk)
     run.finish()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -96,3 +100,27 @@ def test_a_checkpointer_that_works_on_the_run_loses_it(tmp_path: Path) -> None:
         ckpt.save().wait()
     ckpt.close(save=False)
     assert steps(run)[0] == 5
+
+
+KILLED = """
+import sys, warnings
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.adapters.test_dcp_writer import make, save
+save(Path(sys.argv[2]), 20, {"model": make(20)[0].state_dict()})
+"""
+
+
+@pytest.mark.parametrize("point", ["record.written", "record.linked", "manifest.written", "manifest.linked"])
+def test_killed_at(point: str, tmp_path: Path) -> None:
+    """Up to its manifest the older one is in force, from there on the new one; the next save clears up what is left."""
+    run = tmp_path / "run"
+    save(run, 10, {"model": make(10)[0].state_dict()})
+    words = [sys.executable, "-c", KILLED, str(Path(__file__).parents[2]), str(run)]
+    killed = subprocess.run(words, env={**os.environ, "STEPWELL_CRASH": f"{point}:0:1"}, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert steps(run) == ([20, 10] if point == "manifest.linked" else [10])
+    good("verify", run)
+    save(run, 30, {"model": make(30)[0].state_dict()})
+    assert steps(run) == ([30, 20] if point == "manifest.linked" else [30, 10])
+    assert [entry.id.step for entry in scan(RunPaths(run))] == steps(run), "nothing is left of what was killed"

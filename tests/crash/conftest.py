@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.harness import Ending, Namespace, Run, Server
+from tests.crash.harness import Ending, Namespace, Run, Server, undisturbed
 
 MakeRun = Callable[..., Run]
 
@@ -22,11 +22,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Ending:
     """How the run ends when nothing happens to it."""
-    folder = tmp_path_factory.mktemp("reference")
-    run = Run(server, folder / "run", folder / "log")
-    assert run.start().wait() == 0, run.trainers[0].log()
-    run.wait_gone()
-    return run.ending()
+    return undisturbed(server, tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture

@@ -77,12 +77,10 @@ class Server:
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
+        # Its end is not left to that of the pipe, which loader workers that this process forked may hold open.
+        self._process.stdin.write(json.dumps({"end": True}) + "\n")
         self._process.stdin.close()
-        try:
-            self._process.wait(timeout=20)
-        except subprocess.TimeoutExpired:  # seen once: it had no children left, and torch did not let it end
-            self._process.kill()
-            self._process.wait()
+        self._process.wait(timeout=DEADLINE_SECONDS)
         self._process.stdout.close()
 
 
@@ -366,6 +364,14 @@ class Run:
         """None of the agents this run ever had can be found any more (a process closes its sockets last)."""
         agents = {event["process"] for event in self.events() if event["who"] == "agent"}
         wait_for(lambda: not any(has_socket(pid) for pid in agents), "sockets are gone", 5)
+
+
+def undisturbed(server: Server, folder: Path) -> Ending:
+    """How the run ends when nothing happens to it."""
+    run = Run(server, folder / "run", folder / "log")
+    assert run.start().wait() == 0, run.trainers[0].log()
+    run.wait_gone()
+    return run.ending()
 
 
 def children(pid: int) -> list[Process]:

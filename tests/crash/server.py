@@ -4,7 +4,8 @@ This process never runs a second thread (it checks before every fork), so a chil
 after its imports; its agent is started by exec as always. It ends as an interpreter does, threads joined and exit
 handlers run, but does not take its modules apart, which would copy every page of them. Requests are lines of JSON
 on stdin: `{"start": [argv], "env": {...}, "log": path, "namespace": pid}` answers the pid, `{"reap": pid}` waits and
-answers the status. A trainer enters the mount namespace of the process `namespace`, if that is not 0.
+answers the status, `{"end": true}` ends it. A trainer enters the mount namespace of the process `namespace`, if that
+is not 0.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def main() -> None:
     print(json.dumps({"ready": os.getpid()}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
+        if "end" in request:
+            return
         if "reap" in request:
             _, status = os.waitpid(request["reap"], 0)
             answer = {"status": os.waitstatus_to_exitcode(status)}

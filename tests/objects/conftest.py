@@ -11,7 +11,7 @@ import pytest
 
 from stepwell.store.objects import ObjectPath
 from stepwell.store.paths import RunPaths
-from tests.crash.harness import Ending, Run, Server
+from tests.crash.harness import Ending, Run, Server, undisturbed
 from tests.objects.proxy import Proxy, Rule
 from tests.objects.server import BUCKET, find_weed
 from tests.objects.server import Server as Bucket
@@ -64,11 +64,7 @@ def server(rank_server: Server) -> Server:
 @pytest.fixture(scope="session")
 def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Ending:
     """How the run ends when nothing happens to it, in a directory."""
-    folder = tmp_path_factory.mktemp("reference")
-    run = Run(server, folder / "run", folder / "log")
-    assert run.start().wait() == 0, run.trainers[0].log()
-    run.wait_gone()
-    return run.ending()
+    return undisturbed(server, tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture
@@ -77,9 +73,8 @@ def make_run(server: Server, bucket: Bucket, address: ObjectPath, tmp_path: Path
     made: list[Run] = []
 
     def make(proxy: Proxy | None = None, **env: str) -> Run:
-        wishes = {"STEPWELL_WHERE": str(address), "STEPWELL_DESK": str(tmp_path / "desk")}
-        wishes |= bucket.environment(None if proxy is None else proxy.port)
-        run = Run(server, tmp_path / "run", tmp_path / "log", **{**wishes, **env})
+        redirected = bucket.redirect(address, tmp_path, None if proxy is None else proxy.port)
+        run = Run(server, tmp_path / "run", tmp_path / "log", **{**redirected, **env})
         run.paths = RunPaths(address)
         made.append(run)
         return run
@@ -95,8 +90,7 @@ def make_job(server: Server, bucket: Bucket, address: ObjectPath, tmp_path: Path
     made: list[Job] = []
 
     def make(*arguments: object, kind: type[Job] = Job, **env: str) -> Job:
-        wishes = {"STEPWELL_WHERE": str(address), "STEPWELL_DESK": str(tmp_path / "desk"), **bucket.environment()}
-        job = kind(server, tmp_path / "job", *arguments, **wishes, **env)
+        job = kind(server, tmp_path / "job", *arguments, **bucket.redirect(address, tmp_path), **env)
         job.paths = RunPaths(address)
         made.append(job)
         return job

@@ -59,6 +59,10 @@ class Server:
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port or self.port}",
         }
 
+    def redirect(self, where: object, folder: Path, port: int | None = None) -> dict[str, str]:
+        """With this environment a script that names a directory runs here instead, its desk in `folder`."""
+        return {"STEPWELL_WHERE": str(where), "STEPWELL_DESK": str(folder / "desk"), **self.environment(port)}
+
     def start(self) -> None:
         weed = find_weed()
         assert weed is not None

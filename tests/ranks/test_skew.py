@@ -83,6 +83,7 @@ def test_a_disk_that_stalls_for_half_a_minute(make_job: MakeJob, straight: Strai
     job = make_job("job", *ARGUMENTS, "--sleep", 0.01, STEPWELL_GROUP_SECONDS="5")
     pass_a_stall(job, 3, tmp_path / "stall", seconds=30)
     check_agreement(job, straight(WORLD, *ARGUMENTS))
+    assert job.events("persist-failed") and committed(job)[-1] == attempted(job)[0][-1], "the last one is there"
 
 
 def test_a_rank_whose_disk_fails_makes_the_checkpoint_void_for_all(make_job: MakeJob, straight: Straight) -> None:

@@ -54,7 +54,7 @@ def options() -> argparse.Namespace:
     add("--sleep", type=float, default=0.0, help="seconds, the length of a step")
     add("--slow", default="0:1", help="RANK:FACTOR, a rank that sleeps longer")
     add("--stop", action="append", default=[], help="STEP:PATH, wait in this step until the file exists")
-    add("--touch", help="STEP:RANK, write into all parameters in this step, before the optimizer does")
+    add("--touch", help="STEP:RANK, write into all parameters and moments in this step, before the optimizer does")
     add("--refuse", help="STEP:RANK, an object refuses to tell its state after this step")
     add("--rebuild", action="store_true", help="DDP lays its buckets out anew after the first step")
     add("--plain", action="store_true")
@@ -233,8 +233,9 @@ def train(
                 continue
             if refuses.step + 1 == int(touch_step) and rank == int(touch_rank):
                 with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.add_(0.0)  # the same bits, but a change all the same
+                    moments = [item for state in optimizer.state.values() for item in state.values() if item.dim()]
+                    for tensor in (*model.parameters(), *moments):  # a rank may store only these or only those
+                        tensor.add_(0.0)  # the same bits, but a change all the same
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()

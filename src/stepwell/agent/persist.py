@@ -16,6 +16,7 @@ from pathlib import Path
 from stepwell import events, journal
 from stepwell.agent.queue import AbandonedError, Pending
 from stepwell.agent.shelf import shelf_of
+from stepwell.agent.upload import Image
 from stepwell.agent.writer import Writer, digest_image
 from stepwell.arena.memory import FROZEN
 from stepwell.errors import StepwellError, VoidError
@@ -186,10 +187,9 @@ class Persister:
 
     def _write_live(self, pending: Pending, directory: Location) -> FileEntry:
         name, nbytes, grain = f"{pending.owner.stem}.safetensors", pending.layout.nbytes, block_bytes(pending.owner)
-        image = pending.arena.image(pending.slot, pending.arena.shape.slot_bytes)
-        blocks = self.shelf.put_image(
-            directory / name, image, nbytes, grain, arrive=pending.arrive, settle=pending.wait_complete
-        )
+        memory = pending.arena.image(pending.slot, pending.arena.shape.slot_bytes)
+        image = Image(memory, nbytes, grain, pending.arrive, pending.wait_complete)
+        blocks = self.shelf.put_image(directory / name, image)
         return FileEntry(name, "safetensors", nbytes, grain, blocks)
 
     def _write_frozen(self, pending: Pending, directory: Location) -> FileEntry:
@@ -198,11 +198,9 @@ class Persister:
         if self._frozen is not None and self._frozen[0] == key and commit.share_file(self._frozen[1], directory / name):
             self._frozen = (key, directory / name, self._frozen[2])
             return self._frozen[2]
-        image = pending.arena.image(FROZEN, pending.arena.shape.frozen_bytes)
-        grain = block_bytes(pending.owner)
-        blocks = self.shelf.put_image(
-            directory / name, image, nbytes, grain, arrive=lambda _: 0.0, settle=pending.wait_complete
-        )
+        memory, grain = pending.arena.image(FROZEN, pending.arena.shape.frozen_bytes), block_bytes(pending.owner)
+        image = Image(memory, nbytes, grain, lambda _: 0.0, pending.wait_complete)
+        blocks = self.shelf.put_image(directory / name, image)
         entry = FileEntry(name, "safetensors", nbytes, grain, blocks)
         self._frozen = (key, directory / name, entry)
         return entry

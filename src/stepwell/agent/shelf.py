@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from stepwell import events
 from stepwell.agent.cache import BoundedCache
 from stepwell.agent.tuning import Place, file_system_type, recall, remember
-from stepwell.agent.upload import upload_file, upload_image
-from stepwell.agent.writer import Arrive, Writer, copy_file
+from stepwell.agent.upload import Image, upload_file, upload_image
+from stepwell.agent.writer import Writer, copy_file
 from stepwell.format.checksum import BlockHasher
 from stepwell.store import commit, files, objects
 from stepwell.store.objects import Location, ObjectPath
@@ -57,17 +56,8 @@ class Shelf(Protocol):
         """A file that may be overwritten, and takes the place of one that is removed."""
         ...
 
-    def put_image(
-        self,
-        path: Location,
-        image: memoryview,
-        nbytes: int,
-        block_bytes: int,
-        *,
-        arrive: Arrive,
-        settle: Callable[[], None],
-    ) -> Blocks:
-        """Store the front of an image as its bytes arrive; named only when `settle` returned."""
+    def put_image(self, path: Location, image: Image) -> Blocks:
+        """Store an image as its bytes arrive."""
         ...
 
     def put_file(self, source: Path, path: Location) -> tuple[int, Blocks]:
@@ -101,22 +91,15 @@ class DiskShelf:
         self.spare: Spare | None = None
         self._paths, self._root, self._writer, self._lineage = paths, root, writer, lineage
 
-    def put_image(
-        self,
-        path: Location,
-        image: memoryview,
-        nbytes: int,
-        block_bytes: int,
-        *,
-        arrive: Arrive,
-        settle: Callable[[], None],
-    ) -> Blocks:
+    def put_image(self, path: Location, image: Image) -> Blocks:
         temporary, final = _temporary(path)
         spare = self._open()
         is_there = spare.is_for(final) and spare.take(temporary)
-        blocks = self._writer.write(temporary, image, nbytes, arrive, reuse=is_there, block_bytes=block_bytes)
+        blocks = self._writer.write(
+            temporary, image.memory, image.nbytes, image.arrive, reuse=is_there, block_bytes=image.block_bytes
+        )
         try:
-            settle()
+            image.settle()
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -208,18 +191,9 @@ class BucketShelf:
     looks: Looks = (0.05, 5.0)  # each look is a few requests, by every rank
     spare = None
 
-    def put_image(
-        self,
-        path: Location,
-        image: memoryview,
-        nbytes: int,
-        block_bytes: int,
-        *,
-        arrive: Arrive,
-        settle: Callable[[], None],
-    ) -> Blocks:
+    def put_image(self, path: Location, image: Image) -> Blocks:
         assert isinstance(path, ObjectPath)
-        return upload_image(path, image, nbytes, arrive, settle, block_bytes=block_bytes)
+        return upload_image(path, image)
 
     def put_file(self, source: Path, path: Location) -> tuple[int, Blocks]:
         assert isinstance(path, ObjectPath)

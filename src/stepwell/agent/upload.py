@@ -7,6 +7,7 @@ Holds:   no name before the snapshot is complete; the object appears with its la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from stepwell.agent.writer import Arrive
@@ -16,33 +17,42 @@ from stepwell.store import objects
 from stepwell.store.objects import ObjectPath
 
 
-def upload_image(
-    path: ObjectPath,
-    image: memoryview,
-    nbytes: int,
-    arrive: Arrive,
-    wait_complete: Callable[[], None],
-    *,
-    block_bytes: int,
-) -> tuple[str, ...]:
-    """Send the front of an image as its bytes arrive. Returns the checksum of each block.
+@dataclass(frozen=True)
+class Image:
+    """A file as it lies in memory, or will.
 
-    Raises StorageError, or what `arrive` and `wait_complete` raise: then there is no object.
+    memory, nbytes:  whole pages, of which so many bytes are the file
+    arrive:          waits for leading bytes
+    settle:          waits until it counts; before that no name is given. Both raise if it comes to nothing
+    """
+
+    memory: memoryview
+    nbytes: int
+    block_bytes: int
+    arrive: Arrive
+    settle: Callable[[], None]
+
+
+def upload_image(path: ObjectPath, image: Image) -> tuple[str, ...]:
+    """Send an image as its bytes arrive. Returns the checksum of each block.
+
+    Raises StorageError, or what the image's waits raise: then there is no object.
     """
     digests: list[str] = []
+    memory, nbytes = image.memory, image.nbytes
     part = objects.part_bytes(nbytes)
     last = (nbytes - 1) // part * part
 
     def pieces() -> Iterator[memoryview]:
         for start in range(0, nbytes, part):
             end = min(start + part, nbytes)
-            arrive(end)
-            digests.extend(_digests(image[start:end], block_bytes))
+            image.arrive(end)
+            digests.extend(_digests(memory[start:end], image.block_bytes))
             if start <= nbytes // 2 < end:
                 crash_point("shard.middle")
             if start == last:
-                wait_complete()  # bytes alone are no snapshot
-            yield image[start:end]
+                image.settle()  # bytes alone are no snapshot
+            yield memory[start:end]
 
     objects.upload(path, pieces(), part)
     crash_point("shard.durable")

@@ -175,5 +175,8 @@ def finish(ticket: Ticket, world_size: int, keep: Keep) -> None:
     )
     commit.publish_manifest(paths, manifest)
     if read_history(paths).newest == ticket.id.lineage:
-        for entry, _ in retention.surplus(catalog.scan(paths), keep):
+        entries = catalog.scan(paths)
+        for entry in retention.left_over(entries, ticket.id.lineage):  # of saves that failed or were killed
+            retention.remove_directory(entry)
+        for entry, _ in retention.surplus(entries, keep):
             retention.remove_checkpoint(entry)

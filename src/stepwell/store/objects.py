@@ -218,8 +218,10 @@ def upload(path: ObjectPath, pieces: Iterable[memoryview], part_bytes: int) -> N
                 chunk_size=part_bytes,
                 max_concurrency=_IN_FLIGHT,
             )
-    except BaseException as error:
-        raise raised[0] if raised else error from None
+    except BaseException:
+        if raised:
+            raise raised[0] from None
+        raise
 
 
 class Upload:

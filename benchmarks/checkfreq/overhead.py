@@ -33,7 +33,7 @@ BOUND, WANTED = 0.035, 20
 
 def measure(options: Any, arguments: dict[str, Any], *, batch: int | None = None) -> dict[str, Any]:
     kind = {"device": options.device, "quick": options.quick, "precision": options.precision}
-    work = build(arguments["network"], batch=batch, **kind)
+    work = build(arguments["network"], batch=batch or options.batch, **kind)
     loop, folder = Loop(work), Path(arguments["folder"])
     loop.run(count=5)
     loop.run(seconds=0.5 if options.quick else 4)  # clocks settle, too

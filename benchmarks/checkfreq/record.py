@@ -49,6 +49,7 @@ def parser(
     made.add_argument("--seconds", type=float, help=f"for all of it (default: {seconds:g}; quick: {quick_seconds:g})")
     made.add_argument("--precision", choices=("bf16", "tf32"), default="bf16", help="on CUDA")
     made.add_argument("--networks", help=f"of {', '.join(NETWORKS)}, with commas (quick: {','.join(QUICK)})")
+    made.add_argument("--batch", type=int, help="samples, in the place of each network's own number (overhead alone)")
     made.add_argument("--draw", action="store_true", help="only make table and picture anew from the JSON in --out")
     made.add_argument("--part", help=argparse.SUPPRESS)  # in a process of its own: arguments as JSON
     made.set_defaults(usual_seconds=seconds, usual_quick=quick_seconds, usual_networks=networks)
@@ -177,6 +178,7 @@ def part(options: argparse.Namespace, arguments: dict[str, Any], *, seconds: flo
         given = {**arguments, "until": time.time() + seconds, "folder": str(folder)}
         flags = ["--out", str(options.out), "--device", options.device, "--precision", options.precision]
         flags += ["--quick"] if options.quick else []
+        flags += ["--batch", str(options.batch)] if options.batch else []
         command = [sys.executable, sys.argv[0], *flags, "--part", json.dumps(given)]
         process = subprocess.Popen(command, env=environment(**variables), start_new_session=True)
         try:

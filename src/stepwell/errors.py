@@ -10,6 +10,7 @@
     |-- DataError         the data source cannot be resumed
     |-- VoidError         a checkpoint of many ranks came to nothing, because one of them could not take part
     |-- StorageError      a bucket cannot be reached, or refuses (an OSError too)
+    |   `-- PeerError     another node cannot be reached, or refuses
     |-- GroupError        a rank did not answer in time, or the processes do not form a group
     `-- FencedError       a newer lineage owns the run; this process may not commit
 
@@ -68,6 +69,13 @@ class VoidError(StepwellError):
 
 class StorageError(StepwellError, OSError):
     """A bucket cannot be reached, or refuses what was asked. Says nothing about what lies in it."""
+
+
+class PeerError(StorageError):
+    """Another node cannot be reached, or refuses what was asked. Says nothing about the checkpoints it keeps.
+
+    `peer` is its address, `path` the file that was asked for, `kind` why it refused (`missing`, `range`, ...).
+    """
 
 
 class GroupError(StepwellError):

@@ -1,0 +1,1 @@
+"""What is kept where: levels, redundancy across nodes, and the transport between them."""

@@ -1,0 +1,347 @@
+"""This node's files for the other nodes of the run.
+
+Owns:    who is let in and how many, ranges of files below one directory, questions handed to a callback.
+Not:     what the questions mean, and what lies in the directory.
+Before:  the agent has a cache and the run's secret.   After: `fetch` on other nodes.
+Holds:   nobody learns anything before proving that it knows the secret; only regular files, one directory deep, are
+         ever opened, links never followed; connections, threads and bytes in memory have limits; nothing here waits
+         for ever, and nothing here runs on a thread of the caller's.
+
+One thread accepts and greets. Who is known gets a thread of its own, up to the limit: it mostly sleeps in `sendfile`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import ssl
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from stepwell.errors import DamagedError
+from stepwell.events import logger
+from stepwell.format.record import check_file_name
+from stepwell.levels.guest import Guest
+from stepwell.levels.secret import key_of
+from stepwell.levels.wire import MAX_ANSWER_BYTES, MAX_RANGE_BYTES, Address, Message, Patience, Stream, frame
+from stepwell.types import CheckpointId
+
+Answer = Callable[[str, Message], Message]
+"""Called with a question and its fields. On any thread of the server, on several at once."""
+
+MAX_CONNECTIONS: Final = 64
+MAX_GUESTS: Final = 16
+"""Connections that have not proved anything yet: the oldest has to go when one more comes."""
+GREETING_SECONDS: Final = 5.0
+IDLE_SECONDS: Final = 120.0
+GRACE_SECONDS: Final = 10.0
+"""After so much waiting for a reader, it has to have taken `wire.LEAST_BYTES_PER_SECOND` on average."""
+_BACKLOG: Final = 1024
+_TICK_SECONDS: Final = 1.0
+_PAUSE_SECONDS: Final = 0.05
+_CLOSE_SECONDS: Final = 2.0
+_MAX_TROUBLE: Final = 1000
+
+
+class Refusal(Exception):
+    """A request that gets an error for an answer. `kind` is what it is counted under."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+class PeerServer:
+    """Serves `root`, which holds a directory for each checkpoint. `bind`: host (empty: all) and port (0: any)."""
+
+    def __init__(
+        self, root: Path, secret: str, run: str, answer: Answer, *, bind: Address, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._root, self._key, self._run_id, self._answer = root, key_of(secret), run, answer
+        self._bind, self._tls = bind, tls
+        self._lock = threading.Lock()
+        self._refused: Counter[str] = Counter()
+        self._guests: dict[Guest, None] = {}  # in the order they came
+        self._members: dict[Stream, threading.Thread] = {}
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._root_fd = -1
+        self._is_closing = threading.Event()
+
+    @property
+    def address(self) -> Address:
+        """Host and port it listens on, once started."""
+        assert self._listener is not None, "not started"
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How often something was refused, by kind: full, pushed out, late, hung up, tls, proof, frame, name, missing,
+        range, question, slow, failed.
+        """
+        with self._lock:
+            return dict(self._refused)
+
+    def start(self) -> None:
+        """Listen, and return. Raises OSError if the address or the directory cannot be had."""
+        self._root_fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._listener = _listen(self._bind)
+            self._thread = threading.Thread(
+                target=self._run, args=(self._listener,), daemon=True, name="stepwell-peers"
+            )
+            self._thread.start()
+        except BaseException:
+            self._let_go()
+            raise
+
+    def close(self) -> None:
+        """Hang up on everybody and end the threads, for up to 2 s. May be called twice."""
+        self._is_closing.set()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        if self._thread is not None and self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._thread.join(_CLOSE_SECONDS)
+        with self._lock:
+            members = dict(self._members)
+            for stream in members:
+                stream.hang_up()
+        for thread in members.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        with self._lock:
+            # A thread that a disk still holds would find another file behind this number.
+            if self._root_fd >= 0 and not self._members:
+                os.close(self._root_fd)
+                self._root_fd = -1
+
+    def _count(self, kind: str) -> None:
+        with self._lock:
+            self._refused[kind] += 1
+
+    # The thread at the door
+
+    def _run(self, listener: socket.socket) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            while not self._is_closing.is_set():
+                ready = [key.data for key, _ in selector.select(_TICK_SECONDS)]
+                # First who is there: somebody who has just answered is not pushed out by who has just come.
+                for guest in ready:
+                    if guest is not None:
+                        self._hear(selector, guest)
+                for guest in [guest for guest in self._guests if time.monotonic() > guest.deadline]:
+                    self._dismiss(selector, guest, "late")
+                if None in ready:
+                    self._welcome(selector, listener)
+            for guest in list(self._guests):
+                self._dismiss(selector, guest, None)
+
+    def _welcome(self, selector: selectors.BaseSelector, listener: socket.socket) -> None:
+        for _ in range(MAX_GUESTS):  # then those inside are heard again
+            try:
+                sock, _ = listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:  # no descriptors left: the caller stays in the queue
+                if not self._is_closing.wait(_PAUSE_SECONDS):
+                    logger.info("cannot take a connection of a peer: %s", error)
+                return
+            if len(self._members) + len(self._guests) >= MAX_CONNECTIONS or len(self._guests) >= MAX_GUESTS:
+                oldest = next(iter(self._guests), None)
+                if oldest is None:
+                    sock.close()
+                    self._count("full")
+                    continue
+                self._dismiss(selector, oldest, "pushed out")
+            self._take_in(selector, sock)
+
+    def _take_in(self, selector: selectors.BaseSelector, sock: socket.socket) -> None:
+        try:
+            sock.setblocking(False)
+            if self._tls is not None:
+                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            guest = Guest(sock, self._key, self._run_id, GREETING_SECONDS)
+            selector.register(sock, selectors.EVENT_READ, guest)
+        except (OSError, ValueError):  # gone already
+            sock.close()
+            self._count("hung up")
+            return
+        self._guests[guest] = None
+        self._hear(selector, guest)
+
+    def _hear(self, selector: selectors.BaseSelector, guest: Guest) -> None:
+        if guest not in self._guests:
+            return  # sent away a moment ago, and still in this round of the selector
+        try:
+            is_known = guest.advance()
+        except PermissionError:
+            self._dismiss(selector, guest, "proof")
+        except ssl.SSLError:
+            self._dismiss(selector, guest, "tls")
+        except (OSError, ValueError):
+            self._dismiss(selector, guest, "hung up")
+        else:
+            if is_known:
+                self._admit(selector, guest)
+            else:
+                selector.modify(guest.socket, _wanted(guest), guest)
+
+    def _dismiss(self, selector: selectors.BaseSelector, guest: Guest, kind: str | None) -> None:
+        del self._guests[guest]
+        selector.unregister(guest.socket)
+        guest.socket.close()
+        if kind is not None:
+            self._count(kind)
+
+    def _admit(self, selector: selectors.BaseSelector, guest: Guest) -> None:
+        del self._guests[guest]
+        selector.unregister(guest.socket)
+        stream = Stream(guest.socket)
+        thread = threading.Thread(target=self._serve, args=(stream,), daemon=True, name="stepwell-peer")
+        with self._lock:
+            self._members[stream] = thread
+        try:
+            thread.start()
+        except RuntimeError:  # a limit on processes or memory
+            self._leave(stream)
+            self._count("full")
+
+    # The thread of one peer
+
+    def _serve(self, stream: Stream) -> None:
+        try:
+            while not self._is_closing.is_set():
+                self._exchange(stream, self._next_request(stream))
+        except ConnectionError:
+            pass  # hung up, as everybody does in the end
+        except DamagedError as error:
+            self._count("frame")
+            logger.info("a peer sent what is no request: %s", error)
+        except TimeoutError:
+            self._count("slow")
+        except OSError as error:
+            self._count("failed")
+            logger.info("a peer was not served: %s", error)
+        finally:
+            self._leave(stream)
+
+    def _leave(self, stream: Stream) -> None:
+        with self._lock:
+            del self._members[stream]
+            stream.close()
+
+    def _next_request(self, stream: Stream) -> Message:
+        try:
+            return stream.receive_message(Patience(IDLE_SECONDS))
+        except TimeoutError:
+            raise ConnectionError("idle") from None
+
+    def _exchange(self, stream: Stream, request: Message) -> None:
+        patience = Patience(GRACE_SECONDS)
+        try:
+            if request.get("op") == "ask":
+                body = self._ask(request)
+                stream.send(frame({"nbytes": len(body)}), patience)
+                stream.send(body, patience)
+            elif request.get("op") == "read":
+                with self._open(request) as (fd, start, nbytes):
+                    stream.send(frame({"nbytes": nbytes}), patience)
+                    stream.send_range(fd, start, nbytes, patience)
+            else:
+                raise Refusal("frame", "not a request")
+        except Refusal as refusal:
+            self._count(refusal.kind)
+            stream.send(frame({"error": str(refusal)[:_MAX_TROUBLE], "kind": refusal.kind}), patience)
+
+    def _ask(self, request: Message) -> bytes:
+        question, fields = request.get("question"), request.get("fields")
+        if not isinstance(question, str) or not isinstance(fields, dict):
+            raise Refusal("frame", "a question is a text and an object")
+        try:
+            body = json.dumps(self._answer(question, fields), separators=(",", ":"), allow_nan=False).encode()
+        except Exception as error:  # whatever it is: the server lives on, and the caller is told
+            logger.exception("the question %.100r of a peer could not be answered", question)
+            raise Refusal("question", f"{type(error).__name__}: {error}") from error
+        if len(body) > MAX_ANSWER_BYTES:
+            raise Refusal("question", f"an answer of {len(body)} bytes, more than {MAX_ANSWER_BYTES}")
+        return body
+
+    @contextlib.contextmanager
+    def _open(self, request: Message) -> Iterator[tuple[int, int, int]]:
+        directory, name = _names(request)
+        start, nbytes = _integer(request, "start"), _integer(request, "nbytes")
+        if nbytes > MAX_RANGE_BYTES:
+            raise Refusal("range", f"{nbytes} bytes at once, more than {MAX_RANGE_BYTES}")
+        fd = _open_below(self._root_fd, directory, name)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise Refusal("missing", f"{directory}/{name}: not a regular file")
+            if start + nbytes > found.st_size:
+                raise Refusal("range", f"{directory}/{name}: ends at {found.st_size}")
+            yield fd, start, nbytes
+        finally:
+            os.close(fd)
+
+
+def _wanted(guest: Guest) -> int:
+    return selectors.EVENT_WRITE if guest.wants_to_write else selectors.EVENT_READ
+
+
+def _listen(bind: Address) -> socket.socket:
+    host, port = bind
+    if not host and socket.has_dualstack_ipv6():
+        listener = socket.create_server(bind, family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    else:
+        family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        listener = socket.create_server(bind, family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def _names(request: Message) -> tuple[str, str]:
+    """Directory and file: one checkpoint's, and a plain name."""
+    directory, name = request.get("directory"), request.get("name")
+    if not isinstance(directory, str) or not isinstance(name, str):
+        raise Refusal("name", "directory and name are texts")
+    if CheckpointId.parse(directory) is None:
+        raise Refusal("name", f"{directory[:100]!r} is not the directory of a checkpoint")
+    try:
+        return directory, check_file_name(name, path="request")
+    except DamagedError as error:
+        raise Refusal("name", str(error)) from None
+
+
+def _integer(request: dict[str, Any], key: str) -> int:
+    value = request.get(key)
+    if type(value) is not int or value < 0:  # a boolean is an int to isinstance
+        raise Refusal("range", f"{key} is not a number of bytes")
+    return value
+
+
+def _open_below(root_fd: int, directory: str, name: str) -> int:
+    """Part by part, so that no link leads anywhere; and without waiting for a writer, as a pipe would."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        inner = os.open(directory, flags | os.O_DIRECTORY, dir_fd=root_fd)
+        try:
+            return os.open(name, flags, dir_fd=inner)
+        finally:
+            os.close(inner)
+    except OSError as error:
+        raise Refusal("missing", f"{directory}/{name}: {error.strerror}") from None

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         StateError,
         StepwellError,
     )
+    from stepwell.levels.spec import Node, Pairs, Partner, ReedSolomon, Shared, Single, Xor
     from stepwell.policy.auto import Auto
     from stepwell.policy.every import Every, Never
     from stepwell.snapshot.uploads import SaveHandle
@@ -48,12 +49,19 @@ _HOMES = {
     "GroupError": "errors",
     "Keep": "types",
     "Never": "policy.every",
+    "Node": "levels.spec",
+    "Pairs": "levels.spec",
+    "Partner": "levels.spec",
     "PersistError": "errors",
+    "ReedSolomon": "levels.spec",
     "RestoreError": "errors",
     "SaveHandle": "snapshot.uploads",
+    "Shared": "levels.spec",
+    "Single": "levels.spec",
     "StateError": "errors",
     "Status": "types",
     "StepwellError": "errors",
+    "Xor": "levels.spec",
 }
 
 __all__ = [
@@ -69,12 +77,19 @@ __all__ = [
     "GroupError",
     "Keep",
     "Never",
+    "Node",
+    "Pairs",
+    "Partner",
     "PersistError",
+    "ReedSolomon",
     "RestoreError",
     "SaveHandle",
+    "Shared",
+    "Single",
     "StateError",
     "Status",
     "StepwellError",
+    "Xor",
     "__version__",
 ]
 

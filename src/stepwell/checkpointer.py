@@ -14,7 +14,7 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepwell import events, journal, options
@@ -23,6 +23,7 @@ from stepwell.data.batches import Batches
 from stepwell.data.steps import StepCounter
 from stepwell.errors import ConfigError, PersistError, StateError
 from stepwell.leave import Leave, Order
+from stepwell.levels.spec import Node, Shared, read_levels
 from stepwell.outcome import Outcomes
 from stepwell.own import OwnState
 from stepwell.pace import Pace
@@ -52,6 +53,7 @@ class Checkpointer:
         policy: Policy | None = None,
         memory: Policy | None = None,
         keep: int | Keep = 2,
+        levels: Sequence[Node | Shared] | None = None,
         data: Any = None,
         seed: int | None = None,
         on_unseekable: str = "error",
@@ -69,6 +71,7 @@ class Checkpointer:
         policy, keep:  when to write a checkpoint, and how many stay
         memory:        when to copy the state into memory only, in between: `Every(steps=1)` is cheap on a GPU. If this
                        process crashes, the newest copy is restored from there, and written to disk
+        levels:        [Node("/local/cache"), Shared(every=10)]: to each node's own disk, and each tenth on from there
         data, seed:    the loader behind `ckpt.data`, and the seed of its order; on_unseekable="replay" reads again
         grace:         seconds to save and be gone after SIGTERM, SIGINT, SIGUSR1 or a notice; None: signals are yours
         notice:        a path that appears, or a function that says True, when the machine is about to go away
@@ -85,7 +88,7 @@ class Checkpointer:
         )
         self._paths = RunPaths.at(options.run_place(where), self._together.owner.rank)
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
-        self._seed = seed
+        self._seed, self._levels = seed, read_levels(levels)
         self._tracked = track_objects(options.named_objects(track, tracked))
         self._capture = Capture(self._tracked)
         self._log = self._together.log = journal.EventLog(
@@ -117,6 +120,7 @@ class Checkpointer:
         self._is_closed = self._may_abandon = self._said_ahead = self._is_failing = False
         stages = self._snapshotter, self._outcomes, self._together, self._client, self._log
         self._saving = Saving(self._capture, self._own, self._steps, self.data, self._pace, *stages)
+        self._saving.has_levels = self._levels is not None
         self._hooks = hook(self._tracked, self._before_optimizer_step)
         self._steps.has_optimizers = bool(self._hooks)
 
@@ -144,14 +148,8 @@ class Checkpointer:
         if only is None:
             return self._reopen(step=step, before=before, strict=strict).restored is not None
         self._may_abandon = True
-        which: dict[str, Any] = {
-            "step": step,
-            "before": before,
-            "only": only,
-            "strict": strict,
-            "group": self._together.open(),
-        }
-        return load_only(self._paths, self._tracked, log=self._log, **which)
+        which: dict[str, Any] = {"step": step, "before": before, "only": only, "strict": strict}
+        return load_only(self._paths, self._tracked, log=self._log, group=self._together.open(), **which)
 
     def _ensure_open(self) -> None:
         if self._is_closed:
@@ -161,7 +159,7 @@ class Checkpointer:
 
     def _reopen(self, **wishes: Any) -> Reopened:
         wishes |= {"log": self._log, "client": self._client, "attach": self._attach, "check": self._own.check}
-        wishes["group"] = self._together.open()
+        wishes |= {"group": self._together.open(), "levels": self._levels}
         with self._client.starting():
             reopened = reopen(self._paths, self._tracked, seed=self._seed, **wishes)
             self._open(reopened)
@@ -331,6 +329,8 @@ class Checkpointer:
             lineage=self._log.lineage,
             is_fenced=self._outcomes.is_fenced,
             policy=self._pace.explain(),
+            degraded=self._outcomes.degraded,
+            shared_step=self._outcomes.shared_step,
         )
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -27,6 +27,9 @@ class Outcomes:
         self.lineage = 0
         self.committed_step: int | None = None
         self.memory_step: int | None = None
+        self.shared_step: int | None = None
+        self.degraded: str | None = None
+        """Why the newest checkpoint could not be protected on other nodes."""
         self.is_fenced = False
         self.on_lost: Callable[[], None] = lambda: None
         self.why_lost: str | None = None
@@ -70,7 +73,7 @@ class Outcomes:
         assert self._snapshotter is not None
         kind, sequence = message["type"], message.get("sequence", 0)
         if kind == "durable":
-            self.committed_step = message["step"]
+            self.committed_step, self.degraded = message["step"], message.get("degraded")
             self.uploads.succeed(sequence, message["directory"])
         elif kind == "released":
             self._snapshotter.pool.release(sequence)
@@ -82,6 +85,8 @@ class Outcomes:
             self.has_drifted = self.has_drifted or message["drift"]
             if message["final"]:
                 self.uploads.fail(sequence, PersistError(message["error"], step=message["step"]))
+        elif kind == "flushed":
+            self.shared_step = message["step"]
         elif kind == "replaced":
             self._on_new_agent(message["pid"])
         elif kind == "lost":

@@ -10,18 +10,20 @@ Holds:   rank 0 opens, lists and chooses for all, so that all try the same candi
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from stepwell import events, journal
 from stepwell.agent.client import AgentClient
 from stepwell.arena.channel import Message
+from stepwell.caches import Caches
 from stepwell.errors import ConfigError, RestoreError, listing
 from stepwell.faults import crash_point
 from stepwell.format.manifest import Lineage, Run
@@ -29,6 +31,8 @@ from stepwell.groups.consent import each, lead, vote
 from stepwell.groups.group import Group
 from stepwell.groups.local import LocalGroup
 from stepwell.holdings import Holdings
+from stepwell.levels.orders import Orders
+from stepwell.levels.spec import Levels
 from stepwell.options import seconds_from
 from stepwell.restore.load import Loaded, load
 from stepwell.restore.plan import Choice, choose
@@ -55,6 +59,7 @@ class Reopened:
     own: dict[str, Any] | None = None
     frozen: set[str] = field(default_factory=set)
     is_resized: bool = False
+    orders: Orders | None = None
 
     @property
     def derived_seed(self) -> int | None:
@@ -83,22 +88,25 @@ class Reopened:
             "restored": "" if self.restored is None or self.is_resized else self.restored.directory,
             "linger": seconds_from("STEPWELL_LINGER", 60),
             "patience": seconds_from("STEPWELL_GROUP_SECONDS", 600),
+            "levels": None if self.orders is None else self.orders.dump(),
         }
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A checkpoint that may be restored. `is_committed`: what is not in memory is on disk."""
+    """A checkpoint that may be restored. `is_committed`: what is not in memory or in the caches is on disk."""
 
     id: CheckpointId
     is_suspect: bool
     is_live: bool
     is_committed: bool
     in_memory: bool = False
+    in_caches: bool = False
 
     def dump(self) -> list[Any]:
         """As it travels."""
-        return [self.id.directory, self.is_suspect, self.is_live, self.is_committed, self.in_memory]
+        flags = [self.is_suspect, self.is_live, self.is_committed, self.in_memory, self.in_caches]
+        return [self.id.directory, *flags]
 
     @classmethod
     def load(cls, values: Sequence[Any]) -> _Candidate:
@@ -117,6 +125,7 @@ def reopen(
     attach: Callable[[int], None],
     check: Callable[[dict[str, Any]], None],
     group: Group | None = None,
+    levels: Levels | None = None,
     step: int | None = None,
     before: int | None = None,
     strict: bool = True,
@@ -145,21 +154,41 @@ def reopen(
         made = lead(group, "the next lineage", lambda: create_next(paths, parent=parent, step=step).dump().decode())
         return Lineage.load(made.encode(), path=str(paths.lineages))
 
+    caches = None if levels is None else Caches(levels, run.id, group)
     if fresh:
         lead(group, "a fresh start", lambda: None if may_abandon else _refuse_overwriting(paths, catalog.scan(paths)))
-        return Reopened(run, next_lineage(0, 0), owner)
+        return _settle(Reopened(run, next_lineage(0, 0), owner), paths, caches, client)
     holdings = Holdings.find(run.id, paths.identity, client, group.rank)
     client.launch()
     with contextlib.closing(holdings):
-        everywhere = group.all_gather(_inventory(holdings), "what is held in memory")
-        plans = lead(group, "the plan", lambda: _plan(paths, everywhere, log, step, before))
+        if caches is not None:
+            caches.meet(client)
+        mine = [_inventory(holdings), {} if caches is None else caches.inventory()]
+        everywhere = group.all_gather(mine, "what is held in memory and in the caches")
+        if caches is not None:
+            caches.hear([found for _, found in everywhere])
+        plans = lead(
+            group, "the plan", lambda: _plan(paths, [held for held, _ in everywhere], caches, log, step, before)
+        )
         candidates = [_Candidate.load(values) for values in plans]
-        restored = _try_all(candidates, holdings, tracked, log, paths, group, strict, check if strict else None)
+        places = _Places(paths, holdings, caches)
+        restored = _try_all(candidates, places, tracked, log, paths, group, strict, check if strict else None)
         if restored is None:
-            return Reopened(run, next_lineage(0, 0), owner)
+            return _settle(Reopened(run, next_lineage(0, 0), owner), paths, caches, client)
         id, loaded, frozen, world_size = restored
         lineage = next_lineage(id.lineage, id.step)
-    return Reopened(run, lineage, owner, id, loaded.own, frozen, world_size != group.size)
+    reopened = Reopened(run, lineage, owner, id, loaded.own, frozen, world_size != group.size)
+    return _settle(reopened, paths, caches, client)
+
+
+def _settle(reopened: Reopened, paths: RunPaths, caches: Caches | None, client: AgentClient) -> Reopened:
+    """What the agent has to know about the nodes, now that the lineage is known."""
+    if caches is not None:
+        caches.meet(client)
+        again = None if reopened.is_resized else reopened.restored
+        reopened.orders = caches.orders(read_history(paths), again)
+        caches.close()
+    return reopened
 
 
 def load_only(
@@ -178,9 +207,10 @@ def load_only(
     only = {only} if isinstance(only, str) else only
     each(group, "the desk", lambda: desk.fetch(paths))
     journal.speak_to_terminal()
-    plans = lead(group, "the plan", lambda: _plan(paths, [], log, step, before, any_branch=True))
+    plans = lead(group, "the plan", lambda: _plan(paths, [], None, log, step, before, any_branch=True))
     candidates = [_Candidate.load(values) for values in plans]
-    return _try_all(candidates, Holdings(), tracked, log, paths, group, strict, None, only) is not None
+    places = _Places(paths, Holdings(), None)
+    return _try_all(candidates, places, tracked, log, paths, group, strict, None, only) is not None
 
 
 def _inventory(holdings: Holdings) -> dict[str, Any]:
@@ -199,6 +229,7 @@ def _inventory(holdings: Holdings) -> dict[str, Any]:
 def _plan(
     paths: RunPaths,
     everywhere: Sequence[dict[str, Any]],
+    caches: Caches | None,
     log: journal.EventLog,
     step: int | None,
     before: int | None,
@@ -215,16 +246,23 @@ def _plan(
         if choice.rank is not None and entry.manifest is not None:
             found[entry.id] = _Candidate(entry.id, entry.manifest.suspect is not None, entry.is_live, True)
     history = read_history(paths)
+
+    def is_wanted(id: CheckpointId) -> bool:
+        return (step is None or id.step == step) and (before is None or id.step < before) and history.is_live(id)
+
+    for id, is_suspect in ({} if caches is None else caches.whole(history)).items():
+        if is_wanted(id):
+            found[id] = _Candidate(id, is_suspect, True, id in found, in_caches=True)
     for directory in {name for held in everywhere for name in held}:
-        id = CheckpointId.parse(directory)
-        wanted = id is not None and (step is None or id.step == step) and (before is None or id.step < before)
-        if id is None or not wanted or not history.is_live(id):
+        named = CheckpointId.parse(directory)
+        if named is None or not is_wanted(named):
             continue
         facts = [held.get(directory) for held in everywhere]
         is_whole = all(fact is not None and fact["ranks"] == list(range(fact["of"])) for fact in facts)
         if is_whole:
             is_suspect = any(fact is not None and fact["suspect"] for fact in facts)
-            found[id] = _Candidate(id, is_suspect, True, id in found, in_memory=True)
+            known = found.get(named, _Candidate(named, is_suspect, True, False))
+            found[named] = replace(known, is_suspect=is_suspect, in_memory=True)
     if not found:
         _check_nothing(paths, choices, log)
     return [candidate.dump() for candidate in sorted(found.values(), key=_preference)]
@@ -263,21 +301,30 @@ def _check_nothing(paths: RunPaths, choices: Sequence[Choice], log: journal.Even
     log.emit(events.Fresh(where=str(paths.root)))
 
 
-def _sources(candidate: _Candidate) -> list[str]:
-    """Where a candidate can be read from, the nearest first."""
-    return [*(["memory"] if candidate.in_memory else []), *(["disk"] if candidate.is_committed else [])]
+@dataclass(frozen=True)
+class _Places:
+    """Where the parts of a checkpoint can be read from."""
 
+    paths: RunPaths
+    holdings: Holdings
+    caches: Caches | None
 
-def _parts(paths: RunPaths, id: CheckpointId, source: str, holdings: Holdings) -> list[Part]:
-    """Of each rank that saved it. Raises DamagedError."""
-    if source == "memory":
-        return [holdings.held[id][rank] for rank in sorted(holdings.held[id])]
-    return parts_on_disk(paths, catalog.read_manifest(paths, id))
+    def of(self, candidate: _Candidate) -> list[tuple[str, Callable[[], list[Part]]]]:
+        """What they are called, and how their parts are had, the nearest first. These raise DamagedError."""
+        id, caches, held = candidate.id, self.caches, self.holdings.held
+        out: list[tuple[str, Callable[[], list[Part]]]] = []
+        if candidate.in_memory:
+            out.append(("memory", lambda: [held[id][rank] for rank in sorted(held[id])]))
+        if candidate.in_caches and caches is not None:
+            out += [("node", functools.partial(caches.parts, id, attempt)) for attempt in range(caches.attempts(id))]
+        if candidate.is_committed:
+            out.append(("disk", lambda: parts_on_disk(self.paths, catalog.read_manifest(self.paths, id))))
+        return out
 
 
 def _try_all(
     candidates: Sequence[_Candidate],
-    holdings: Holdings,
+    places: _Places,
     tracked: Sequence[Tracked],
     log: journal.EventLog,
     paths: RunPaths,
@@ -289,14 +336,14 @@ def _try_all(
     """The first candidate whose every byte is right on every rank. Raises RestoreError when all are damaged."""
     damaged = []
     for candidate in candidates:
-        for source in _sources(candidate):
+        for source, find in places.of(candidate):
             started = time.monotonic()
             parts: list[Part] = []
             loaded: Loaded | None = None
             error: Exception | None = None
             try:
                 with _no_collection():
-                    parts = _parts(paths, candidate.id, source, holdings)
+                    parts = find()
                     mine = group.rank if len(parts) == group.size else None
                     loaded = load(parts, tracked, mine=mine, only=only, strict=strict, check=check)
             except Exception as raised:

@@ -51,6 +51,9 @@ class Saving:
     _repeats: dict[bool, tuple[int, int]] = field(default_factory=dict)
     _last: SaveHandle | None = None
     """Of the last save that all ranks took by themselves, if this one did."""
+    has_levels: bool = False
+    """A save that nobody asked for may stay on the nodes."""
+    _asked_step: int = -1
 
     def __post_init__(self) -> None:
         self.together.find_still = self.capture.find_still
@@ -86,6 +89,7 @@ class Saving:
             meta = {"step": step, "repeat": repeat, "durable": durable, "created": time.time(), "tree": whole.tree}
             is_end = self.data.is_at_end or self.own.is_finished
             meta |= {"epoch_end": is_end, "finished": self.own.is_finished, "name": name, "files": files or {}}
+            meta["flush"] = block
             flat = self.together.cut(whole, step, block=block)
             taken = _NOT_AGREED if flat is None else self.snapshotter.take(flat, meta, block=block)
         except Exception as error:
@@ -108,6 +112,7 @@ class Saving:
         self.pace.begin(taken.sequence, started, is_asked=block)
         handle = SaveHandle(step, taken.staged, self.outcomes.uploads.open(taken.sequence))
         self._last = self._last if is_planned else handle
+        self._asked_step = step if block else self._asked_step
         return handle
 
     def prepare(self) -> None:
@@ -149,6 +154,8 @@ class Saving:
 
     def _is_done(self, seconds: float) -> bool:
         """Whether this step was saved; with many ranks by all of them, in one way that all know of."""
+        if self.has_levels and self.steps.step and self._asked_step != self.steps.step:
+            return False
         if self.together.is_alone:
             return self.pace.step == self.steps.step and not self.outcomes.is_due_again
         if not self.steps.step or self._repeats.get(False, (0, 0))[0] != self.steps.step:

@@ -73,7 +73,8 @@ class Owner:
 class Status:
     """Where a run stands. `memory_step`: the newest that is complete in memory, and outlives this process there.
 
-    `policy` says in a sentence how often it checkpoints, and why.
+    `policy` says in a sentence how often it checkpoints, and why. With levels `committed_step` lies on the nodes, and
+    `degraded` says why it is not protected, if it is not; `shared_step` is in the shared place.
     """
 
     step: int
@@ -85,6 +86,8 @@ class Status:
     lineage: int
     is_fenced: bool
     policy: str
+    degraded: str | None = None
+    shared_step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

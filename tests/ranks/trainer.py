@@ -50,6 +50,8 @@ def options() -> argparse.Namespace:
     add("--seconds", type=float, help="seconds from checkpoint to checkpoint, instead")
     add("--auto", action="store_true", help="the automatic frequency, instead")
     add("--keep", type=int, default=2)
+    add("--protect", help="checkpoints go to the cache of the node that RANKS_NODE names first; as Xor(4), say")
+    add("--flush", type=int, default=4, help="with --protect: each so many go on to the shared place")
     add("--draw-seed", action="store_true", help="no seed is given: the first start draws one for all ranks")
     add("--sleep", type=float, default=0.0, help="seconds, the length of a step")
     add("--slow", default="0:1", help="RANK:FACTOR, a rank that sleeps longer")
@@ -114,6 +116,7 @@ def make_checkpointer(args: argparse.Namespace, loader: Any, tracked: dict[str, 
         every = 0 if args.plain else args.every
         return stand_in.Checkpointer(args.where, loader, every, set(args.forget.split(",")), tracked)
     import stepwell
+    import stepwell.levels.spec
 
     seed = None if args.draw_seed else 7
     policy: Any = stepwell.Every(steps=args.every)
@@ -121,8 +124,13 @@ def make_checkpointer(args: argparse.Namespace, loader: Any, tracked: dict[str, 
         policy = stepwell.Every(seconds=args.seconds)
     if args.auto:
         policy = stepwell.Auto()
+    levels: Any = None
+    if args.protect is not None:
+        cache = Path(args.where).parent / f"node.{os.environ['RANKS_NODE']}"
+        protect = eval(args.protect, vars(stepwell.levels.spec))  # of a test's own command line
+        levels = [stepwell.Node(cache, protect=protect), stepwell.Shared(every=args.flush)]
     return stepwell.Checkpointer(
-        args.where, policy=policy, keep=args.keep, data=loader, seed=seed, grace=None, **tracked
+        args.where, policy=policy, keep=args.keep, levels=levels, data=loader, seed=seed, grace=None, **tracked
     )
 
 

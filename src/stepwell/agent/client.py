@@ -39,6 +39,8 @@ class AgentClient:
         self._log = log
         self._on_message = on_message
         self._hello: Message = {}
+        self._serving: tuple[Message, int] | None = None
+        self._served: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._lock = threading.RLock()
@@ -81,6 +83,19 @@ class AgentClient:
             with contextlib.suppress(AgentError):
                 self._spawn()
 
+    def serve(self, message: Message, fd: int) -> None:
+        """Let this agent, and each that follows it, serve other nodes at this socket, of which a copy is kept."""
+        self._serving = ({"type": "serve", **message}, os.dup(fd))
+        if self._channel is not None:
+            with contextlib.suppress(OSError):  # `start` finds that out
+                self._say_serve(self._channel)
+
+    def _say_serve(self, channel: Channel) -> None:
+        """Once to each agent: a socket that is handed over again would be closed under the first server."""
+        if self._serving is not None and self._served is not channel:
+            channel.send(self._serving[0], [self._serving[1]])
+            self._served = channel
+
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         """If this block fails before `start`, nobody will greet the agent that was launched: it ends."""
@@ -119,6 +134,7 @@ class AgentClient:
         assert self._channel is not None
         self._channel.socket.settimeout(30.0)
         try:
+            self._say_serve(self._channel)
             self._channel.send(self._hello)
             answer = self._channel.receive()
             while answer is not None and answer[0]["type"] != "ready":
@@ -306,9 +322,10 @@ class AgentClient:
                 finished = False
         if self._channel is not None:
             self._channel.close()
-        for _, fd in self._arenas.values():
+        kept = [fd for _, fd in self._arenas.values()] + ([self._serving[1]] if self._serving is not None else [])
+        for fd in kept:
             os.close(fd)
-        self._arenas = {}
+        self._arenas, self._serving = {}, None
         return finished
 
 

@@ -28,11 +28,16 @@ from stepwell.store import assemble, catalog, commit, files, retention
 from stepwell.store.lineage import newest_number
 from stepwell.store.objects import Location
 from stepwell.store.paths import RunPaths
-from stepwell.types import Keep, Owner
+from stepwell.types import CheckpointId, Keep, Owner
 
 
 class Persister:
     """Writes snapshots of one run. Remembers the last frozen file, to store it by reference while unchanged."""
+
+    @property
+    def may_prune(self) -> bool:
+        """Whether this rank removes what is old."""
+        return self.paths.rank == 0
 
     def __init__(
         self,
@@ -60,23 +65,32 @@ class Persister:
         if commit.was_committed(self.paths, pending.id, pending.owner):
             # By an agent that died before it could say so: its files are not touched again.
             nbytes = pending.layout.nbytes + pending.layout.frozen_bytes
-            self._note_commit(pending, nbytes, started, is_suspect=pending.suspect() is not None)
+            self.note_commit(pending, nbytes, started, is_suspect=pending.suspect() is not None)
             return True
-        directory = commit.open_checkpoint(self.paths, pending.id, pending.owner)
+        directory = self.open(pending)
         if not pending.owner.is_alone:
             assemble.check_void(self.paths, pending.id)
             pending.record = assemble.find_record(self.paths, pending.id, pending.owner)
             if pending.record is not None:  # as above, and the leader may be reading it
                 return False
         try:
-            entries = [self._write_live(pending, directory)]
+            entries = self.write(pending, directory)
         except AbandonedError:
             with contextlib.suppress(OSError):  # not empty: an agent that died here before us left something
                 files.remove_directory(directory)
             raise
+        return self.finish(pending, entries, started)
+
+    def open(self, pending: Pending) -> Location:
+        """Make the checkpoint's directory. Raises FencedError if the run moved on."""
+        return commit.open_checkpoint(self.paths, pending.id, pending.owner)
+
+    def write(self, pending: Pending, directory: Location) -> list[FileEntry]:
+        """The files of the state, each durable under its name. Raises AbandonedError if it comes to nothing."""
+        entries = [self._write_live(pending, directory)]
         if pending.layout.frozen_bytes:
             entries.append(self._write_frozen(pending, directory))
-        return self.finish(pending, entries, started)
+        return entries
 
     def finish(self, pending: Pending, entries: list[FileEntry], started: float) -> bool:
         """The state's files are durable: add the user's own, then commit, or leave that to the leader."""
@@ -85,12 +99,16 @@ class Persister:
         written = time.monotonic()
         record = make_record(pending, entries)
         self.log.emit(events.Persist(step=pending.id.step, nbytes=record.nbytes, seconds=written - started))
+        return self.settle(pending, record, started)
+
+    def settle(self, pending: Pending, record: Record, started: float) -> bool:
+        """All files are durable: the record, and alone the manifest too."""
         if not pending.owner.is_alone:
             pending.record = assemble.leave_record(self.paths, record)
             return False
         self.commit(pending, [(record, commit.publish_record(self.paths, record))])
         pending.record = record
-        self._note_commit(pending, record.nbytes, started, is_suspect=record.suspect is not None)
+        self.note_commit(pending, record.nbytes, started, is_suspect=record.suspect is not None)
         return True
 
     def follow(self, pending: Pending) -> bool:
@@ -126,7 +144,7 @@ class Persister:
             self.commit(pending, records)
         record = pending.record
         nbytes, is_suspect = (record.nbytes, record.suspect is not None) if record is not None else (0, False)
-        self._note_commit(pending, nbytes, pending.written_at, is_suspect=is_suspect)
+        self.note_commit(pending, nbytes, pending.written_at, is_suspect=is_suspect)
         return True
 
     def _gather(self, pending: Pending, waited: float) -> list[tuple[Record, RecordRef]]:
@@ -151,12 +169,16 @@ class Persister:
             crash_point("records.gathered")
         return records
 
+    def why_degraded(self, id: CheckpointId) -> str | None:
+        """Why a committed checkpoint is less safe than it was to be."""
+        return None
+
     def void(self, void: Void) -> None:
         """This rank has no part in a checkpoint: let the leader know."""
         assemble.leave_void(self.paths, void)
         self.log.emit(events.PersistFailed(step=void.id.step, error=void.reason, action="void for all ranks"))
 
-    def _note_commit(self, pending: Pending, nbytes: int, started: float, *, is_suspect: bool) -> None:
+    def note_commit(self, pending: Pending, nbytes: int, started: float, *, is_suspect: bool) -> None:
         self.log.emit(
             events.Commit(
                 step=pending.id.step,

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stepwell import events, faults, journal
+from stepwell.agent.door import Door
 from stepwell.agent.offer import make_offer, why_refused
 from stepwell.agent.queue import Layout, Pending
 from stepwell.agent.stream import StreamedSave
@@ -32,6 +33,7 @@ from stepwell.arena.channel import Channel, Message, is_same_user, listen, place
 from stepwell.arena.memory import Arena, ArenaShape
 from stepwell.errors import StepwellError
 from stepwell.format.manifest import Void
+from stepwell.levels.orders import Orders
 from stepwell.store import desk
 from stepwell.store.objects import Facts
 from stepwell.store.paths import RunPaths
@@ -59,6 +61,7 @@ class Agent:
         self._trainer_pid = 0
         self._pidfd = -1
         self._listener: socket.socket | None = None
+        self._door = Door(lambda: self.worker.persister)
         self._selector = selectors.DefaultSelector()
         self._lock = self.worker.lock
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -82,6 +85,7 @@ class Agent:
                 key.data()
             self._tend()
         self.worker.persister.close()
+        self._door.close()
         desk.publish(self.paths, {}, is_last=True)
         if self.channel is not None:
             self._send({"type": "bye"})
@@ -97,7 +101,7 @@ class Agent:
             if self._closing and self.worker.is_idle:
                 return True
             is_late = self._leave_at is not None and time.monotonic() > self._leave_at
-            return is_late and self.worker.busy is None and not self._is_offering
+            return is_late and self.worker.busy is None and not self._is_offering and not self.worker.is_carrying
 
     def _tend(self) -> None:
         """After each round: release slots, tell the trainer, wake the worker."""
@@ -160,7 +164,10 @@ class Agent:
             faults.set_rank(self.owner.rank)
             self.linger_seconds = message["linger"]
             self.paths = RunPaths.at(message["root"], self.owner.rank)
-            self.worker.serve(self.paths, self.lineage, Keep(**message["keep"]), message["patience"])
+            levels = message.get("levels")
+            orders = None if levels is None else Orders.load(levels)
+            run = self.paths, self.owner, self.lineage
+            self.worker.serve(*run, Keep(**message["keep"]), message["patience"], orders)
             self._leave_at, self._is_greeted = None, True
             if (restored := CheckpointId.parse(message.get("restored", ""))) is not None:
                 self.worker.queue.want(restored)
@@ -170,6 +177,10 @@ class Agent:
         self._watch(message["pid"])
         self._has_news.set()
         self._send({"type": "ready", "pid": os.getpid()})
+
+    def _do_serve(self, message: Message) -> None:
+        assert self.channel is not None
+        self._door.open(message, *self.channel.take_fds())
 
     def _watch(self, pid: int) -> None:
         if self._pidfd >= 0:
@@ -244,7 +255,7 @@ class Agent:
             stream.pending.arena.set_suspects(stream.pending.slot, message["suspects"], message["first"])
         if self._streaming(stream.finish):
             self.stream, pending = None, stream.pending
-            if pending.owner.is_alone:
+            if stream.is_committed:
                 self.worker.after_commit(pending, 0.0)
                 self.worker.outbox.append({"type": "released", "sequence": pending.sequence, "is_over": True})
                 return

@@ -12,7 +12,6 @@ from stepwell.agent.queue import Pending
 from stepwell.agent.shelf import Stream
 from stepwell.errors import PersistError
 from stepwell.format.record import FileEntry
-from stepwell.store import commit
 
 
 class StreamedSave:
@@ -25,10 +24,11 @@ class StreamedSave:
         self._started = time.monotonic()
         self._offset = 0
         self._stream: Stream | None = None
+        self.is_committed = False
 
     def open(self) -> None:
         """Make the directory, and begin the file."""
-        directory = commit.open_checkpoint(self._persister.paths, self.pending.id, self.pending.owner)
+        directory = self._persister.open(self.pending)
         nbytes, grain = self.pending.layout.nbytes, block_bytes(self.pending.owner)
         self._stream = self._persister.shelf.open_stream(directory / self._name, nbytes, grain)
 
@@ -38,14 +38,14 @@ class StreamedSave:
         self._stream.write(self.pending.arena.image(slot, nbytes))
         self._offset += nbytes
 
-    def finish(self) -> bool:
-        """Make it durable and commit. False: other ranks still write their parts."""
+    def finish(self) -> None:
+        """Make it durable and, if this is all of it, commit."""
         assert self._stream is not None
         if self._offset != self.pending.layout.nbytes:
             raise PersistError(f"streamed {self._offset} of {self.pending.layout.nbytes} bytes")
         blocks = self._stream.finish()
         entry = FileEntry(self._name, "safetensors", self._offset, block_bytes(self.pending.owner), blocks)
-        return self._persister.finish(self.pending, [entry], self._started)
+        self.is_committed = self._persister.finish(self.pending, [entry], self._started)
 
     def abort(self) -> None:
         """Throw the file away."""

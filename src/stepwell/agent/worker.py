@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import Final
 
 from stepwell import events, journal
+from stepwell.agent.flush import Flusher
+from stepwell.agent.keeper import Keeper
 from stepwell.agent.persist import Persister
 from stepwell.agent.queue import AbandonedError, Pending, PendingQueue
 from stepwell.agent.writer import Writer
 from stepwell.arena.channel import Message
 from stepwell.errors import FencedError, StepwellError, VoidError
 from stepwell.format.manifest import Void
+from stepwell.levels.orders import Orders
 from stepwell.store.paths import RunPaths
-from stepwell.types import Keep
+from stepwell.types import CheckpointId, Keep, Owner
 
 _RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
 
@@ -54,23 +57,48 @@ class Worker:
         self.log = journal.EventLog(Path(os.devnull), who="agent")
         self._writer = Writer()
         self.persister = Persister(RunPaths(Path()), self.log, self._writer, lineage=0)
+        self.flusher: Flusher | None = None
+        self._again: CheckpointId | None = None
+        self._again_at = 0.0
         self._is_leader = True
         self._sweeps_due = 0
         self._voids: list[_Word] = []
 
-    def serve(self, paths: RunPaths, lineage: int, keep: Keep, patience: float) -> None:
-        """A trainer said hello: this is its run."""
+    def serve(
+        self, paths: RunPaths, owner: Owner, lineage: int, keep: Keep, patience: float, orders: Orders | None
+    ) -> None:
+        """A trainer said hello: this is its run. `orders`: its checkpoints go to this node first."""
         self.lineage, self.keep = lineage, keep
         self.log.close()
-        self.log = journal.EventLog(paths.events, who="agent", lineage=lineage, rank=paths.rank)
+        self.log = journal.EventLog(
+            paths.events, who="agent", lineage=lineage, rank=paths.rank, background=orders is not None
+        )
         self.persister = Persister(paths, self.log, self._writer, lineage=lineage, patience=patience)
-        self._is_leader = paths.rank == 0
-        self._sweeps_due += self._is_leader
+        if self.flusher is not None:
+            self.flusher.close()
+        self.flusher = None
+        if orders is not None:
+            keeper = Keeper(orders, owner, self.log, self._writer, lineage=lineage, patience=patience)
+            rate = orders.shared.rate
+            self.flusher = flusher = Flusher(self.persister, keeper.paths, owner, keep, rate, lineage)
+            keeper.on_whole, keeper.may_flush = flusher.add, lambda: flusher.has_room
+            flusher.on_flushed = self._note_flushed
+            self.persister = keeper
+            self._again, self._again_at = CheckpointId.parse(orders.again), 0.0
+            flusher.start()
+        self._is_leader = owner.is_leader
+        self._sweeps_due += self.persister.may_prune
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being done and nothing waits to be done."""
-        return self.busy is None and not self._sweeps_due and not self._voids and not self.queue.is_waiting()
+        is_done = self.busy is None and not self._sweeps_due and not self._voids and not self.queue.is_waiting()
+        return is_done and not self.is_carrying
+
+    @property
+    def is_carrying(self) -> bool:
+        """Whether something is on its way to the shared place."""
+        return self.flusher is not None and not self.flusher.is_idle
 
     def start(self) -> None:
         """Begin to work."""
@@ -106,6 +134,8 @@ class Worker:
         if pending is not None:
             self.busy = pending
             return lambda: self._persist(pending)
+        if self._again is not None and self._again_at <= now:
+            return self._rehold
         return self._sweep if self._sweeps_due else None
 
     def _sweep(self) -> None:
@@ -114,6 +144,16 @@ class Worker:
             self.persister.sweep(self.lineage)
         with self.lock:
             self._sweeps_due -= sweeps
+
+    def _rehold(self) -> None:
+        """After a restart: hold and protect again what all went on from, beside everything else."""
+        keeper, id = self.persister, self._again
+        assert isinstance(keeper, Keeper) and id is not None
+        is_over = keeper.has_newer(id)
+        with contextlib.suppress(OSError, StepwellError):  # again in a moment, or the next checkpoint does
+            is_over = is_over or keeper.rehold(id)
+        with self.lock:
+            self._again, self._again_at = (None if is_over else id), time.monotonic() + 0.2
 
     def _persist(self, pending: Pending) -> None:
         started = time.monotonic()
@@ -206,9 +246,10 @@ class Worker:
         with self.lock:
             pending.is_done = True
             facts = {"sequence": pending.sequence, "step": pending.id.step, "directory": pending.id.directory}
+            facts["degraded"] = self.persister.why_degraded(pending.id)
             self.outbox.append({"type": "durable", **facts, "seconds": seconds})
         os.eventfd_write(self.wake, 1)
-        is_clean = not self._is_leader
+        is_clean = not self.persister.may_prune
         with contextlib.suppress(OSError, StepwellError):  # told by its own event; there is always a next time
             is_clean = is_clean or self.persister.prune(self.lineage, self.keep)
         if not is_clean:
@@ -216,6 +257,12 @@ class Worker:
                 self._sweeps_due += 1  # this may have been the last checkpoint: what is left of an old one goes soon
         with contextlib.suppress(OSError, StepwellError):  # found out again by the next agent
             self.persister.remember()
+
+    def _note_flushed(self, id: CheckpointId) -> None:
+        """The flusher's thread: a checkpoint is in the shared place."""
+        with self.lock:
+            self.outbox.append({"type": "flushed", "step": id.step})
+        os.eventfd_write(self.wake, 1)
 
     def note_failure(self, pending: Pending, error: Exception, *, final: bool) -> None:
         """Say what went wrong and when it is tried again."""

@@ -143,6 +143,14 @@ def _own_addresses() -> list[str]:
     return [address for address in dict.fromkeys(found) if address]
 
 
+def own_address(*, is_one_node: bool) -> str:
+    """One address of this machine that the other nodes reach: what the launcher names, or where it calls from."""
+    if is_one_node:
+        return "127.0.0.1"
+    master = os.environ.get("MASTER_ADDR", "")
+    return master if _is_own(master) else _outward_address() or socket.gethostname()
+
+
 def _is_own(address: str) -> bool:
     """Whether this machine has that address: only then it can be bound."""
     try:

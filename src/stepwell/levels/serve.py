@@ -60,10 +60,20 @@ class Refusal(Exception):
 
 
 class PeerServer:
-    """Serves `root`, which holds a directory for each checkpoint. `bind`: host (empty: all) and port (0: any)."""
+    """Serves `root`, which holds a directory for each checkpoint.
+
+    bind:  host (empty: all) and port (0: any); or a socket of `listen`, which somebody else keeps for the next server
+    """
 
     def __init__(
-        self, root: Path, secret: str, run: str, answer: Answer, *, bind: Address, tls: ssl.SSLContext | None = None
+        self,
+        root: Path,
+        secret: str,
+        run: str,
+        answer: Answer,
+        *,
+        bind: Address | socket.socket,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._root, self._key, self._run_id, self._answer = root, key_of(secret), run, answer
         self._bind, self._tls = bind, tls
@@ -95,7 +105,7 @@ class PeerServer:
         """Listen, and return. Raises OSError if the address or the directory cannot be had."""
         self._root_fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self._listener = _listen(self._bind)
+            self._listener = self._bind if isinstance(self._bind, socket.socket) else listen(self._bind)
             self._thread = threading.Thread(
                 target=self._run, args=(self._listener,), daemon=True, name="stepwell-peers"
             )
@@ -303,7 +313,8 @@ def _wanted(guest: Guest) -> int:
     return selectors.EVENT_WRITE if guest.wants_to_write else selectors.EVENT_READ
 
 
-def _listen(bind: Address) -> socket.socket:
+def listen(bind: Address) -> socket.socket:
+    """A socket that waits for connections; until somebody serves it they wait too. Raises OSError."""
     host, port = bind
     if not host and socket.has_dualstack_ipv6():
         listener = socket.create_server(bind, family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)

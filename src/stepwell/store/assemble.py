@@ -9,7 +9,7 @@ Holds:   a record is never replaced once it is there, so a manifest names what i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from stepwell.errors import DamagedError, VoidError
 from stepwell.format.checksum import document_digest
@@ -42,9 +42,14 @@ def leave_void(paths: RunPaths, void: Void) -> None:
     """Say that this rank has no part in a checkpoint; the leader ends it with that. FencedError if the run moved on."""
     check_fence(paths, void.id)
     files.make_directory(paths.checkpoint(void.id))
-    files.put_new(paths.checkpoint(void.id) / f"{Owner(void.rank).stem}.void", void.dump(), point="void")
+    files.put_new(void_path(paths, void), void.dump(), point="void")
     if Owner(void.rank).is_leader:
         end_void(paths, void)  # it looks after this one no more, and the others wait for its word
+
+
+def void_path(paths: RunPaths, void: Void) -> Location:
+    """Where a rank leaves its word."""
+    return paths.checkpoint(void.id) / f"{Owner(void.rank).stem}.void"
 
 
 def gather(paths: RunPaths, id: CheckpointId, world_size: int) -> list[tuple[Record, RecordRef]] | list[int]:
@@ -52,26 +57,25 @@ def gather(paths: RunPaths, id: CheckpointId, world_size: int) -> list[tuple[Rec
     directory = paths.checkpoint(id)
     names = set(files.list_names(directory))
     if paths.void(id).name in names:  # by a leader's agent before this one: the others have seen it
-        raise VoidError(_say(paths.void(id)))
+        raise VoidError(say(paths.void(id)))
     for rank in range(world_size):
         name = f"{Owner(rank).stem}.void"
         if name in names:
-            raise VoidError(_say(directory / name), rank=rank)
+            raise VoidError(say(directory / name), rank=rank)
     owners = [Owner(rank, world_size) for rank in range(world_size)]
     missing = [owner.rank for owner in owners if record_name(owner) not in names]
     if missing:
         return missing
     found = [_read(paths, id, owner) for owner in owners]
-    check_copies([record for record, _ in found])
+    check_copies({record.owner.rank: record.copies for record, _ in found})
     return found
 
 
-def check_copies(records: Sequence[Record]) -> None:
+def check_copies(copies: Mapping[int, Mapping[str, str]]) -> None:
     """What several ranks hold and each stores a part of has to be the same on all of them. Raises VoidError."""
     known: dict[str, tuple[int, str]] = {}
-    for record in records:
-        rank = record.owner.rank
-        for ranks, digest in record.copies.items():
+    for rank, digests in copies.items():
+        for ranks, digest in digests.items():
             first, expected = known.setdefault(ranks, (rank, digest))
             if digest != expected:
                 raise VoidError(
@@ -103,7 +107,7 @@ def end_void(paths: RunPaths, void: Void) -> None:
 def check_void(paths: RunPaths, id: CheckpointId) -> None:
     """A rank is about to write its part. Raises VoidError if there will be no manifest."""
     if is_ended(paths, id):
-        raise VoidError(_say(paths.void(id)))
+        raise VoidError(say(paths.void(id)))
 
 
 def check_waiting(paths: RunPaths, id: CheckpointId) -> None:
@@ -137,7 +141,8 @@ def withdraw(paths: RunPaths, id: CheckpointId, owner: Owner, spare: Spare | Non
             files.remove(directory / name)
 
 
-def _say(path: Location) -> str:
+def say(path: Location) -> str:
+    """Why a checkpoint is void, from the word that was left."""
     try:
         void = Void.load(files.get(path, limit=_MAX_VOID_BYTES), path=str(path))
         return f"rank {void.rank}: {void.reason}"

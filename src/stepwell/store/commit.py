@@ -26,11 +26,11 @@ def open_checkpoint(paths: RunPaths, id: CheckpointId, owner: Owner) -> Location
     check_fence(paths, id)
     directory = paths.checkpoint(id)
     files.make_directory(directory)
-    _sweep(directory, owner)
+    sweep(directory, owner)
     return directory
 
 
-def _sweep(directory: Location, owner: Owner) -> None:
+def sweep(directory: Location, owner: Owner) -> None:
     """Remove temporary files of an agent that died here: a rank has one writer at a time."""
     mine = (f"{owner.stem}.", "manifest.", "void.") if owner.is_leader else (f"{owner.stem}.",)
     for name in files.list_names(directory):
@@ -57,7 +57,7 @@ def was_committed(paths: RunPaths, id: CheckpointId, owner: Owner) -> bool:
     """Whether an earlier agent of this lineage committed it. On True its name is durable."""
     if not files.exists(paths.manifest(id)):
         return False
-    _sweep(paths.checkpoint(id), owner)
+    sweep(paths.checkpoint(id), owner)
     files.sync_directory(paths.checkpoint(id))  # that agent may have died right before this
     return True
 

@@ -1,0 +1,44 @@
+"""Where the agents of other nodes come in.
+
+Owns:    the server for this node's cache of the run, at a socket that the trainer made: the next agent serves the same.
+Not:     what is asked (keeper), who is let in (levels.serve).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stepwell.agent.keeper import Keeper
+from stepwell.agent.persist import Persister
+from stepwell.arena.channel import Message
+from stepwell.levels.serve import PeerServer
+
+
+class Door:
+    """Constructing only assigns. `persister`: who answers questions, asked for each of them."""
+
+    def __init__(self, persister: Callable[[], Persister]) -> None:
+        self._persister = persister
+        self._server: PeerServer | None = None
+
+    def open(self, message: Message, fd: int) -> None:
+        """Let others in from now on, in the place of those who were."""
+        self.close()
+        root, run = Path(message["root"]), message["run"]
+        root.mkdir(parents=True, exist_ok=True)
+        self._server = PeerServer(root, message["secret"], run, self._answer, bind=socket.socket(fileno=fd))
+        self._server.start()
+
+    def _answer(self, question: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """A thread of the server."""
+        keeper = self._persister()
+        return keeper.answer(question, fields) if isinstance(keeper, Keeper) else {}
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None

@@ -1,0 +1,112 @@
+"""Copying a shard from another node into this one's cache.
+
+Owns:    the order: files under temporary names, verified block by block, synced and named; the record last.
+Before:  the other node has the shard, and said which record belongs to it.   After: this node holds it too.
+Holds:   a name means whole and verified bytes; what is broken off leaves nothing that counts; nothing is ever moved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from stepwell.errors import DamagedError
+from stepwell.faults import crash_point
+from stepwell.format.checksum import block_digest, document_digest
+from stepwell.format.record import FileEntry, Record
+from stepwell.levels import cache
+from stepwell.store import assemble, commit, files
+from stepwell.store.paths import RunPaths
+from stepwell.types import CheckpointId, Owner
+
+Fill = Callable[[FileEntry, int, memoryview], None]
+"""Fills a buffer with the bytes of a file of the record from an offset on. Raises OSError or DamagedError."""
+
+
+class Reader(Protocol):
+    """What a peer can be asked for."""
+
+    def read(self, directory: str, name: str, start: int, nbytes: int, buffer: memoryview) -> None:
+        """Fill the buffer. Raises OSError."""
+        ...
+
+
+def fetch_record(peer: Reader, id: CheckpointId, run: str, item: cache.Held) -> tuple[bytes, Record]:
+    """A rank's record from another node, as that node described it. Raises OSError or DamagedError."""
+    owner = Owner(item.rank, item.world_size)
+    name, data = commit.record_name(owner), bytearray(item.nbytes)
+    peer.read(id.directory, name, 0, item.nbytes, memoryview(data))
+    found = document_digest(bytes(data))
+    path = f"{id.directory}/{name}"
+    if found != item.digest:
+        raise DamagedError(f"{path}: digest {found}, {item.digest} was told", path=path, found=found)
+    record = Record.load(bytes(data), path=path)
+    if record.id != id or record.run != run or record.owner != owner:
+        raise DamagedError(f"{path}: belongs to {record.id} of run {record.run}", path=path)
+    return bytes(data), record
+
+
+def copy_shard(peer: Reader, paths: RunPaths, id: CheckpointId, run: str, item: cache.Held) -> Record:
+    """Hold a copy of another rank's shard. On return it is durable. Raises OSError or DamagedError."""
+    data, record = fetch_record(peer, id, run, item)
+
+    def fill(file: FileEntry, start: int, buffer: memoryview) -> None:
+        peer.read(id.directory, file.name, start, len(buffer), buffer)
+
+    keep_shard(paths, record, data, fill)
+    return record
+
+
+def keep_shard(paths: RunPaths, record: Record, data: bytes, fill: Fill) -> None:
+    """Write a shard whose bytes come from elsewhere; `data` are those of its record. Raises OSError or DamagedError."""
+    directory = paths.checkpoint(record.id)
+    files.make_directory(directory)
+    older = _older(paths, record)
+    for file in record.files:
+        final = directory / file.name
+        assert isinstance(final, Path)
+        facts = files.facts(final)
+        if facts is not None and facts.nbytes == file.nbytes:
+            continue  # named, so it is whole: an agent before this one died between two files
+        source = older.get(file)
+        if source is None or not commit.share_file(source, final):
+            _write(final, file, fill)
+    crash_point("copy.files")
+    files.put_new(directory / commit.record_name(record.owner), data, point="copy.record")
+
+
+def _older(paths: RunPaths, record: Record) -> dict[FileEntry, Path]:
+    """Files of an older copy of this rank's shard, by content: what does not change is linked."""
+    for id in cache.steps(paths):
+        if id < record.id:
+            older = assemble.find_record(paths, id, record.owner)
+            if older is not None:
+                places = {file: paths.checkpoint(id) / file.name for file in older.files}
+                return {file: place for file, place in places.items() if isinstance(place, Path)}
+    return {}
+
+
+def _write(final: Path, file: FileEntry, fill: Fill) -> None:
+    temporary = final.with_name(f"{final.name}.{os.getpid()}{files.TEMPORARY}")
+    buffer = memoryview(bytearray(min(file.nbytes, file.block_bytes)))
+    fd = files.create(temporary)
+    try:
+        files.preallocate(fd, file.nbytes, temporary)
+        for number, expected in enumerate(file.blocks):
+            start = number * file.block_bytes
+            block = buffer[: min(file.block_bytes, file.nbytes - start)]
+            fill(file, start, block)
+            if block_digest(block) != expected:
+                raise DamagedError(f"{file.name}: block {number} is not what its record says", path=file.name)
+            files.write_at(fd, block, start, temporary)
+            if number == len(file.blocks) // 2:
+                crash_point("copy.middle-of-file")
+        files.sync(fd, temporary)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+    commit.publish_file(temporary, final)

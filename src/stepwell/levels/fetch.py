@@ -68,7 +68,10 @@ class Peer:
         self._is_closed = False
 
     def ask(self, question: str, /, **fields: Any) -> Message:
-        """What the other node's callback answers; it may be asked twice. Blocks. Raises PeerError."""
+        """What the other node's callback answers; it may be asked twice. Blocks. Raises PeerError.
+
+        ValueError or TypeError, if the fields are no JSON or longer than a request may be.
+        """
 
         def receive(stream: Stream, nbytes: int, patience: Patience) -> Message:
             if nbytes > MAX_ANSWER_BYTES:

@@ -409,6 +409,17 @@ def test_tls(tls_node: Node, certificate: Path) -> None:
     tls_node.check_refused({})
 
 
+def test_tls_an_idle_connection_is_opened_again(
+    tls_node: Node, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepwell.levels.serve.IDLE_SECONDS", 0.1)
+    peer = tls_node.peer(tls=trusting(certificate))
+    for _ in range(3):
+        assert peer.ask("hello") == {"question": "hello"}
+        until(lambda: not tls_node.server._members)
+    tls_node.check_refused({})
+
+
 def test_tls_and_clear_do_not_mix(tls_node: Node, node: Node, certificate: Path) -> None:
     with pytest.raises(PeerError):
         tls_node.peer(timeout=0.5).ask("hello")

@@ -33,7 +33,7 @@ from stepwell.levels.wire import (
 
 Result = TypeVar("Result")
 MAX_STREAMS: Final = 4
-"""Connections to one peer. More of them were not faster."""
+"""Connections to one peer, and so how many readers at a time it rewards. Its server has places for 16 such clients."""
 _SECONDS: Final = 30.0
 _GREETING_SECONDS: Final = 10.0
 """For all attempts to be let in: a server that is full, or flooded, hangs up."""

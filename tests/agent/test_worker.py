@@ -32,7 +32,7 @@ class Scene:
         self.lineage = create_next(self.paths, parent=0, step=0).number
         self.arena = Arena.allocate(ArenaShape(1, 2, PAGE, 0))
         self.worker = Worker()
-        self.worker.serve(self.paths, self.lineage, Keep(), patience)
+        self.worker.serve(self.paths, Owner(0, WORLD), self.lineage, Keep(), patience)
         self.older, self.newer = self._written(6, 0), self._written(9, 1)
 
     def _written(self, step: int, slot: int) -> Pending:
@@ -134,7 +134,7 @@ def test_one_of_a_trainer_before_holds_nothing_up(make: Callable[..., Scene]) ->
     """Its ranks died a step apart: the other one has written another step, and never writes this one."""
     scene = make()
     successor = create_next(scene.paths, parent=scene.lineage, step=6)
-    scene.worker.serve(scene.paths, successor.number, Keep(), 600.0)
+    scene.worker.serve(scene.paths, Owner(0, WORLD), successor.number, Keep(), 600.0)
     scene.lineage = successor.number
     newest = scene._written(12, 0)
     scene.leave_record(12)

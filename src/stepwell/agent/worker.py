@@ -65,7 +65,7 @@ class Worker:
         self._voids: list[_Word] = []
 
     def serve(
-        self, paths: RunPaths, owner: Owner, lineage: int, keep: Keep, patience: float, orders: Orders | None
+        self, paths: RunPaths, owner: Owner, lineage: int, keep: Keep, patience: float, orders: Orders | None = None
     ) -> None:
         """A trainer said hello: this is its run. `orders`: its checkpoints go to this node first."""
         self.lineage, self.keep = lineage, keep

@@ -33,11 +33,12 @@ from stepwell.levels.wire import (
 
 Result = TypeVar("Result")
 MAX_STREAMS: Final = 4
-"""Connections to one peer. More of them were not faster."""
+"""Connections to one peer, and so how many readers at a time it rewards. Its server has places for 16 such clients."""
 _SECONDS: Final = 30.0
 _GREETING_SECONDS: Final = 10.0
 """For all attempts to be let in: a server that is full, or flooded, hangs up."""
 _PAUSE_SECONDS: Final = 0.05
+_BROKEN: Final = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 
 class Peer:
@@ -68,7 +69,10 @@ class Peer:
         self._is_closed = False
 
     def ask(self, question: str, /, **fields: Any) -> Message:
-        """What the other node's callback answers; it may be asked twice. Blocks. Raises PeerError."""
+        """What the other node's callback answers; it may be asked twice. Blocks. Raises PeerError.
+
+        ValueError or TypeError, if the fields are no JSON or longer than a request may be.
+        """
 
         def receive(stream: Stream, nbytes: int, patience: Patience) -> Message:
             if nbytes > MAX_ANSWER_BYTES:
@@ -115,7 +119,7 @@ class Peer:
                 stream = self._take_idle()
                 if stream is not None:
                     # It may have been closed over there since: then nothing was wrong, and a new one is tried.
-                    with contextlib.suppress(ConnectionError), self._using(stream):
+                    with contextlib.suppress(*_BROKEN), self._using(stream):
                         return self._converse(stream, data, receive)
                     self._drop_idle()
                 with self._using(self._connect()) as stream:
@@ -163,7 +167,9 @@ class Peer:
 
     def _take_idle(self) -> Stream | None:
         with self._lock:
-            if not self._idle or self._is_closed:
+            if self._is_closed:
+                raise self._trouble("this end was closed")
+            if not self._idle:
                 return None
             stream = self._idle.pop()
             self._busy.add(stream)
@@ -183,7 +189,7 @@ class Peer:
                 return self._call(max(0.1, deadline - time.monotonic()))
             except ConnectionRefusedError:
                 raise
-            except ConnectionError:
+            except _BROKEN:
                 if self._is_closed or time.monotonic() > deadline:
                     raise
             time.sleep(_PAUSE_SECONDS)

@@ -60,7 +60,7 @@ class Refusal(Exception):
 
 
 class PeerServer:
-    """Serves `root`, which holds a directory for each checkpoint.
+    """Serves `root`, which holds a directory for each checkpoint. `address` tells where, once it is started.
 
     bind:  host (empty: all) and port (0: any); or a socket of `listen`, which somebody else keeps for the next server
     """
@@ -76,6 +76,7 @@ class PeerServer:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._root, self._key, self._run_id, self._answer = root, key_of(secret), run, answer
+        self.address: Address = ("", 0)
         self._bind, self._tls = bind, tls
         self._lock = threading.Lock()
         self._refused: Counter[str] = Counter()
@@ -85,13 +86,6 @@ class PeerServer:
         self._thread: threading.Thread | None = None
         self._root_fd = -1
         self._is_closing = threading.Event()
-
-    @property
-    def address(self) -> Address:
-        """Host and port it listens on, once started."""
-        assert self._listener is not None, "not started"
-        host, port = self._listener.getsockname()[:2]
-        return host, port
 
     @property
     def refused(self) -> dict[str, int]:
@@ -106,6 +100,7 @@ class PeerServer:
         self._root_fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._listener = self._bind if isinstance(self._bind, socket.socket) else listen(self._bind)
+            self.address = self._listener.getsockname()[:2]
             self._thread = threading.Thread(
                 target=self._run, args=(self._listener,), daemon=True, name="stepwell-peers"
             )
@@ -149,17 +144,28 @@ class PeerServer:
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             while not self._is_closing.is_set():
-                ready = [key.data for key, _ in selector.select(_TICK_SECONDS)]
-                # First who is there: somebody who has just answered is not pushed out by who has just come.
-                for guest in ready:
-                    if guest is not None:
-                        self._hear(selector, guest)
-                for guest in [guest for guest in self._guests if time.monotonic() > guest.deadline]:
-                    self._dismiss(selector, guest, "late")
-                if None in ready:
-                    self._welcome(selector, listener)
+                try:
+                    self._go_round(selector, listener)
+                except Exception:  # not foreseen: nobody may shut the door for the others
+                    logger.exception("a round of the server for peers failed; it goes on")
+                    self._is_closing.wait(_PAUSE_SECONDS)
             for guest in list(self._guests):
                 self._dismiss(selector, guest, None)
+
+    def _go_round(self, selector: selectors.BaseSelector, listener: socket.socket) -> None:
+        ready = [key.data for key, _ in selector.select(self._next_deadline())]
+        # First who is there: somebody who has just answered is not pushed out by who has just come.
+        for guest in ready:
+            if guest is not None:
+                self._hear(selector, guest)
+        for guest in [guest for guest in self._guests if time.monotonic() > guest.deadline]:
+            self._dismiss(selector, guest, "late")
+        if None in ready:
+            self._welcome(selector, listener)
+
+    def _next_deadline(self) -> float:
+        oldest = next(iter(self._guests), None)
+        return _TICK_SECONDS if oldest is None else max(0.0, oldest.deadline - time.monotonic())
 
     def _welcome(self, selector: selectors.BaseSelector, listener: socket.socket) -> None:
         for _ in range(MAX_GUESTS):  # then those inside are heard again
@@ -174,8 +180,8 @@ class PeerServer:
             if len(self._members) + len(self._guests) >= MAX_CONNECTIONS or len(self._guests) >= MAX_GUESTS:
                 oldest = next(iter(self._guests), None)
                 if oldest is None:
-                    sock.close()
                     self._count("full")
+                    sock.close()
                     continue
                 self._dismiss(selector, oldest, "pushed out")
             self._take_in(selector, sock)
@@ -212,11 +218,11 @@ class PeerServer:
                 selector.modify(guest.socket, _wanted(guest), guest)
 
     def _dismiss(self, selector: selectors.BaseSelector, guest: Guest, kind: str | None) -> None:
+        if kind is not None:
+            self._count(kind)
         del self._guests[guest]
         selector.unregister(guest.socket)
         guest.socket.close()
-        if kind is not None:
-            self._count(kind)
 
     def _admit(self, selector: selectors.BaseSelector, guest: Guest) -> None:
         del self._guests[guest]
@@ -228,8 +234,8 @@ class PeerServer:
         try:
             thread.start()
         except RuntimeError:  # a limit on processes or memory
-            self._leave(stream)
             self._count("full")
+            self._leave(stream)
 
     # The thread of one peer
 
@@ -247,6 +253,9 @@ class PeerServer:
         except OSError as error:
             self._count("failed")
             logger.info("a peer was not served: %s", error)
+        except Exception:  # not foreseen: this peer is lost, the others are not
+            self._count("failed")
+            logger.exception("a peer was not served")
         finally:
             self._leave(stream)
 
@@ -284,7 +293,7 @@ class PeerServer:
             raise Refusal("frame", "a question is a text and an object")
         try:
             body = json.dumps(self._answer(question, fields), separators=(",", ":"), allow_nan=False).encode()
-        except Exception as error:  # whatever it is: the server lives on, and the caller is told
+        except (Exception, SystemExit) as error:  # whatever it is: the server lives on, and the caller is told
             logger.exception("the question %.100r of a peer could not be answered", question)
             raise Refusal("question", f"{type(error).__name__}: {error}") from error
         if len(body) > MAX_ANSWER_BYTES:

@@ -208,8 +208,14 @@ def survivable(count: int, lost: int, test) -> float:  # type: ignore[no-untyped
 
 @pytest.mark.parametrize(
     ("kind", "two", "three"),
-    [("ring", 86.7, 62.9), ("pairs", 93.3, 80.0), ((8, 1), 53.3, 0.0), ((4, 1), 80.0, 45.7), ((8, 2), 100.0, 80.0)]
-    + [((8, 3), 100.0, 100.0)],
+    [
+        ("ring", 86.7, 62.9),
+        ("pairs", 93.3, 80.0),
+        ((8, 1), 53.3, 0.0),
+        ((4, 1), 80.0, 45.7),
+        ((8, 2), 100.0, 80.0),
+        ((8, 3), 100.0, 100.0),
+    ],
 )
 def test_chances_of_sixteen_nodes(kind, two: float, three: float) -> None:  # type: ignore[no-untyped-def]
     """As enumerated by hand from SCR's schemes (percent of all losses of two and of three nodes)."""

@@ -252,7 +252,8 @@ class _ReedSolomon:
             nbytes = part.fill(room)
             if nbytes < self._nbytes:
                 room[nbytes:] = bytes(self._nbytes - nbytes)
-            pieces.append(self._rooms[number].getvalue())  # bytes, and nothing else: for anything else pyeclib aborts
+            del room  # what is open for writing would be copied
+            pieces.append(self._rooms[number].getvalue())  # bytes: given anything else pyeclib ends the process
         for number in wanted:
             # This computes one piece only, and is several times as fast as pyeclib's `encode` and `decode`.
             (found,) = self._driver.reconstruct(pieces, [number])

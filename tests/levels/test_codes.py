@@ -107,6 +107,15 @@ def test_every_loss(count: int, parity: int) -> None:
                 assert shards.asked == []
 
 
+@pytest.mark.parametrize("parity", [1, 2, 3])
+def test_control_too_many_losses_would_be_seen(parity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the refusal the matrix fails: a lost member would be read."""
+    shards = Shards(some([PAGE * 8] * 6), parity)
+    monkeypatch.setattr(codes, "survives", lambda layout, lost: True)
+    with pytest.raises(AssertionError, match="not in"):
+        shards.rebuilt(range(parity + 1))
+
+
 @pytest.mark.parametrize("parity", [1, 2])
 def test_control_a_wrong_byte_of_parity_is_a_wrong_byte_of_what_is_rebuilt(parity: int) -> None:
     """The matrix compares what really came through the parity. (Checksums are the caller's.)"""
@@ -220,6 +229,34 @@ def test_a_stripe_at_once_is_the_same_parity(count: int, parity: int) -> None:
     assert sum(nbytes for *_, nbytes in shards.asked) == sum(shards.layout.lengths)  # every byte once
 
 
+def test_headers_tell_nothing_of_the_content() -> None:
+    """So they are not stored, and those of zeros serve for any content. And nothing but headers is left out."""
+    driver = codes._driver(4, 3)
+    content = random.Random(0).randbytes(4 * PAGE)
+    pieces, empty = driver.encode(content), driver.encode(bytes(4 * PAGE))
+    assert [piece[:-PAGE] for piece in pieces] == [piece[:-PAGE] for piece in empty]
+    assert b"".join(piece[-PAGE:] for piece in pieces[:4]) == content
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_pieces_are_not_copied_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = Shards(some([20 * PAGE] * 4), 2)
+    driver, seen = codes._driver(2, 2), []
+
+    class Watched:
+        encode = staticmethod(driver.encode)
+
+        @staticmethod
+        def reconstruct(pieces: list[bytes], numbers: list[int]) -> list[bytes]:
+            seen.append([id(piece) for piece in pieces])
+            return driver.reconstruct(pieces, numbers)
+
+    monkeypatch.setattr(codes, "_driver", lambda data, parity: Watched)
+    assert shards.encoded(0) == shards.parity[0]
+    assert len(seen) == 2 * 5  # rows, slices
+    assert all(places == seen[0] for places in seen)
+
+
 # What is read
 
 
@@ -295,8 +332,12 @@ def test_shards_beyond_4_gib_in_a_few_places(count: int, parity: int, monkeypatc
 
     monkeypatch.setattr(Layout, "slices", slices)
     parities: dict[tuple[int, int], bytes] = {}
-    for position in range(count):
-        encode(layout, position, synthesise, lambda at, data, p=position: parities.update({(p, at): bytes(data)}))  # type: ignore[misc]
+
+    def write_parity(member: int, offset: int, data: memoryview) -> None:
+        parities[member, offset] = bytes(data)
+
+    for stripe in range(count):
+        encode_stripe(layout, stripe, synthesise, write_parity)
     assert max(at for _, at in parities) > 1 << 32
 
     def read_parity(member: int, start: int, nbytes: int, into: memoryview) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
 
 import pytest
@@ -24,6 +24,8 @@ DOMAINS = st.lists(st.integers(1, 9), max_size=9).flatmap(
     lambda counts: st.permutations([f"node{number}" for number, count in enumerate(counts) for _ in range(count)])
 )
 SIZES = st.integers(2, 9)
+Holders = dict[int, tuple[int, ...]]
+Kind = Callable[[Sequence[str]], Holders]
 KINDS = pytest.mark.parametrize("kind", [pairs, ring])
 
 
@@ -153,8 +155,8 @@ def test_a_set_of_one_is_refused(size: int) -> None:
 
 @KINDS
 @given(domains=DOMAINS)
-def test_a_copy_lies_in_another_domain_and_nobody_holds_two(kind, domains: list[str]) -> None:  # type: ignore[no-untyped-def]
-    holders: Mapping[int, tuple[int, ...]] = kind(domains)
+def test_a_copy_lies_in_another_domain_and_nobody_holds_two(kind: Kind, domains: list[str]) -> None:
+    holders = kind(domains)
     assert list(holders) == list(range(len(domains)))
     assert sum(not found for found in holders.values()) == forced(domains)
     assert all(domains[holder] != domains[rank] for rank, found in holders.items() for holder in found)
@@ -183,7 +185,7 @@ def test_pairs_of_nodes_stay_together() -> None:
 
 
 @KINDS
-def test_one_domain_protects_nobody(kind) -> None:  # type: ignore[no-untyped-def]
+def test_one_domain_protects_nobody(kind: Kind) -> None:
     assert kind(["A", "A", "A"]) == {0: (), 1: (), 2: ()}
     assert kind([]) == {}
 
@@ -201,7 +203,7 @@ def test_any_one_domain_may_be_lost(domains: list[str], size: int) -> None:
             assert is_recoverable_from_copies(holders, lost) == all(holders[rank] for rank in lost)
 
 
-def survivable(count: int, lost: int, test) -> float:  # type: ignore[no-untyped-def]
+def survivable(count: int, lost: int, test: Callable[[tuple[int, ...]], bool]) -> float:
     verdicts = [test(gone) for gone in combinations(range(count), lost)]
     return round(100 * sum(verdicts) / len(verdicts), 1)
 
@@ -209,23 +211,24 @@ def survivable(count: int, lost: int, test) -> float:  # type: ignore[no-untyped
 @pytest.mark.parametrize(
     ("kind", "two", "three"),
     [
-        ("ring", 86.7, 62.9),
-        ("pairs", 93.3, 80.0),
+        (ring, 86.7, 62.9),
+        (pairs, 93.3, 80.0),
         ((8, 1), 53.3, 0.0),
         ((4, 1), 80.0, 45.7),
         ((8, 2), 100.0, 80.0),
         ((8, 3), 100.0, 100.0),
     ],
 )
-def test_chances_of_sixteen_nodes(kind, two: float, three: float) -> None:  # type: ignore[no-untyped-def]
+def test_chances_of_sixteen_nodes(kind: Kind | tuple[int, int], two: float, three: float) -> None:
     """As enumerated by hand from SCR's schemes (percent of all losses of two and of three nodes)."""
     domains = nodes(16)
-    if isinstance(kind, str):
-        holders = {"ring": ring, "pairs": pairs}[kind](domains)
-        found = [survivable(16, lost, lambda gone: is_recoverable_from_copies(holders, gone)) for lost in (2, 3)]
+    if isinstance(kind, tuple):
+        size, parity = kind
+        sets, _ = make_sets(domains, size)
+        found = [survivable(16, lost, lambda gone: is_recoverable_from_parity(sets, parity, gone)) for lost in (2, 3)]
     else:
-        sets, _ = make_sets(domains, kind[0])
-        found = [survivable(16, lost, lambda gone: is_recoverable_from_parity(sets, kind[1], gone)) for lost in (2, 3)]
+        holders = kind(domains)
+        found = [survivable(16, lost, lambda gone: is_recoverable_from_copies(holders, gone)) for lost in (2, 3)]
     assert found == [two, three]
 
 

@@ -1,7 +1,7 @@
 """What the caches of all nodes hold of the run, and the way to it: restore by inventory.
 
 Owns:    meeting the other nodes (who sits where, the secret, this rank's socket), telling and hearing what is held,
-         and for each shard of a chosen checkpoint the nearest place to read it from.
+         for each shard of a chosen checkpoint the nearest place to read it from, and making again what lies nowhere.
 Not:     which checkpoint is tried (reopen), serving (agent.door), verified reading (restore).
 Holds:   found by content: ranks may come back on other nodes, in any order, or on nodes that hold nothing. What is of
          another history is not looked at. A node that does not answer is a source that fails, never the end.
@@ -11,40 +11,37 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from stepwell.agent.client import AgentClient
-from stepwell.errors import ConfigError, DamagedError, PeerError
-from stepwell.format.record import FileEntry, Record
+from stepwell.errors import ConfigError, DamagedError, PeerError, StepwellError
+from stepwell.format.record import FileEntry
 from stepwell.groups.consent import each, lead
 from stepwell.groups.group import Group
 from stepwell.groups.meet import own_address
 from stepwell.levels import cache
-from stepwell.levels.copies import fetch_record
+from stepwell.levels.duties import near_shard
 from stepwell.levels.fetch import Peer, PeerSource
+from stepwell.levels.inventory import Inventory, Node, gather
 from stepwell.levels.orders import Orders, Seat, run_cache
+from stepwell.levels.remake import Reach, remake, tell
 from stepwell.levels.secret import draw_secret
 from stepwell.levels.serve import listen
 from stepwell.levels.spec import Levels
 from stepwell.restore.read import FileSource, Source
 from stepwell.restore.whole import Part
-from stepwell.store import files
-from stepwell.store.commit import record_name
 from stepwell.store.lineage import History
 from stepwell.store.node import node_id
-from stepwell.types import CheckpointId, Owner
+from stepwell.types import CheckpointId
 
 _STEPS_TOLD: Final = 16
 """Of a node's cache, the newest."""
 _SECONDS: Final = 30.0
-Holders = dict[int, list[tuple[int, cache.Held]]]
-"""For each rank's shard of a checkpoint: who can read it from its own node's cache, and what lies there."""
 
 
 class Caches:
-    """Of one run, as one rank sees them. `meet` is collective."""
+    """Of one run, as one rank sees them. `meet`, `share` and `complete` are collective."""
 
     def __init__(self, levels: Levels, run: str, group: Group) -> None:
         self._levels, self._run, self._group = levels, run, group
@@ -52,8 +49,13 @@ class Caches:
         self._secret = ""
         self._seats: list[Seat] = []
         self._socket: socket.socket | None = None
-        self._peers: dict[int, Peer] = {}
-        self._found: dict[CheckpointId, Holders] = {}
+        self._peers: dict[str, Peer] = {}
+        self._found: dict[CheckpointId, Inventory] = {}
+        self._trouble: dict[str, str] = {}
+
+    @property
+    def _node(self) -> str:
+        return self._seats[self._group.rank].node
 
     def meet(self, client: AgentClient) -> None:
         """Learn who sits where, and let this rank's agent serve the others, once. Collective. Raises ConfigError."""
@@ -66,7 +68,8 @@ class Caches:
         def prepare() -> None:
             address = node.address or os.environ.get("STEPWELL_ADDRESS") or own_address(is_one_node=group.nodes == 1)
             try:
-                Path(node.path).mkdir(parents=True, exist_ok=True)
+                assert isinstance(self._paths.root, Path)
+                self._paths.root.mkdir(parents=True, exist_ok=True)
                 name = node_id(Path(node.path))
                 self._socket = None if group.size == 1 else listen((address, 0))
             except OSError as error:
@@ -84,77 +87,85 @@ class Caches:
             facts = {"root": str(self._paths.root), "run": self._run, "secret": self._secret}
             client.serve(facts, self._socket.fileno())
 
-    def inventory(self) -> dict[str, Any]:
-        """What this node holds, as it is told to the others."""
+    def share(self) -> None:
+        """Tell what this node holds, and hear what the others do. Collective."""
         newest = cache.steps(self._paths)[:_STEPS_TOLD]
-        return {id.directory: cache.dump_held(cache.held(self._paths, id, self._run)) for id in newest}
-
-    def hear(self, everywhere: Sequence[dict[str, Any]]) -> None:
-        """What all ranks told."""
-        for rank, told in enumerate(everywhere):
-            for directory, items in told.items():
-                id = CheckpointId.parse(directory)
-                if id is not None:
-                    for item in cache.load_held(items):
-                        self._found.setdefault(id, {}).setdefault(item.rank, []).append((rank, item))
+        told = {id.directory: tell(self._paths, id, self._run).dump() for id in newest}
+        everywhere = self._group.all_gather(told, "what the caches hold")
+        self._found = gather([(self._seats[rank].node, steps) for rank, steps in enumerate(everywhere)])
 
     def whole(self, history: History) -> dict[CheckpointId, bool]:
-        """The checkpoints of which every part lies in some cache, and whether one of these is suspect."""
-        out = {}
-        for id, holders in self._found.items():
-            whole = [item for items in holders.values() for _, item in items if item.is_whole]
-            sizes = {item.world_size for item in whole}
-            if history.is_live(id) and len(sizes) == 1 and {item.rank for item in whole} == set(range(*sizes)):
-                out[id] = any(item.suspect is not None for item in whole)
-        return out
+        """The checkpoints of which every part can be had from some cache, and whether one of these is suspect."""
+        live = {id: found for id, found in self._found.items() if history.is_live(id)}
+        return {id: found.is_suspect for id, found in live.items() if found.losses() is not None}
 
-    def parts(self, id: CheckpointId, attempt: int) -> list[Part]:
-        """Each rank's part, from the nearest place; another `attempt` takes other places. Raises DamagedError."""
-        holders = self._found[id]
-        return [self._part(id, rank, holders[rank], attempt) for rank in sorted(holders)]
+    def complete(self, id: CheckpointId) -> None:
+        """Make again the shards that lie nowhere. Collective; what fails shows when parts are asked for."""
+        losses = self._found[id].losses() or []
+        if not losses:
+            return
+        mine: dict[str, Any] = {}
+        for loss in losses:
+            if loss.rank % self._group.size == self._group.rank:
+                try:
+                    remake(self._paths, id, self._run, self._found[id], loss, self._reach(id))
+                except (OSError, StepwellError) as error:
+                    mine[str(loss.rank)] = f"{type(error).__name__}: {error}"
+        told = [tell(self._paths, id, self._run).dump(), mine]
+        everywhere = self._group.all_gather(told, "what was lost and made again")
+        nodes = {self._seats[rank].node: Node.load(values) for rank, (values, _) in enumerate(everywhere)}
+        self._found[id] = Inventory(nodes)
+        self._trouble = {rank: why for _, failed in everywhere for rank, why in failed.items()}
 
     def attempts(self, id: CheckpointId) -> int:
         """How many different places there are for the parts of a checkpoint."""
-        nodes = [{self._seats[at].node for at, item in items if item.is_whole} for items in self._found[id].values()]
-        return max(map(len, nodes))
+        found = self._found[id]
+        return max(1, *(len(found.holders(rank)) for rank in range(found.world_size or 0)))
 
-    def _part(self, id: CheckpointId, rank: int, items: list[tuple[int, cache.Held]], attempt: int) -> Part:
-        me = self._group.rank
-        mine = self._seats[me].node
-        by_node = {self._seats[at].node: (at, item) for at, item in reversed(items) if item.is_whole}
-        far = sorted(node for node in by_node if node != mine)
-        turn = me % len(far) if far else 0  # the readers spread over the holders
-        order = [node for node in (mine, *far[turn:], *far[:turn]) if node in by_node]
-        at, item = by_node[order[attempt % len(order)]]
-        return self._local(id, item) if self._seats[at].node == mine else self._remote(id, at, item)
+    def parts(self, id: CheckpointId, attempt: int) -> list[Part]:
+        """Each rank's part, from the nearest place; another `attempt` takes other places. Raises DamagedError."""
+        found = self._found[id]
+        return [self._part(id, rank, found, attempt) for rank in range(found.world_size or 0)]
 
-    def _local(self, id: CheckpointId, item: cache.Held) -> Part:
-        directory = self._paths.checkpoint(id)
-        path = directory / record_name(Owner(item.rank))
-        record = Record.load(files.get(path), path=str(path))
-
-        def open_source(file: FileEntry) -> Source:
-            place = directory / file.name
-            assert isinstance(place, Path)
-            return FileSource(place)
-
-        return Part(record, open_source)
-
-    def _remote(self, id: CheckpointId, at: int, item: cache.Held) -> Part:
-        peer = self._peers.get(at)
-        if peer is None:
-            peer = self._peers[at] = Peer(self._seats[at].address, self._secret, self._run, timeout=_SECONDS)
+    def _part(self, id: CheckpointId, rank: int, found: Inventory, attempt: int) -> Part:
+        holders = found.holders(rank)
+        if not holders:
+            why = self._trouble.get(str(rank), "too little of its set is left")
+            raise DamagedError(f"{id}: the shard of rank {rank} lies in no cache, and cannot be made again: {why}")
+        far = [node for node in holders if node != self._node]
+        turn = self._group.rank % len(far) if far else 0  # the readers spread over the holders
+        order = [node for node in (self._node, *far[turn:], *far[:turn]) if node in holders]
+        node = order[attempt % len(order)]
+        if node == self._node:
+            return Part(near_shard(self._paths, id, rank)[1], lambda file: self._near(id, file))
+        reach = self._reach(id)
         try:
-            _, record = fetch_record(peer, id, self._run, item)
+            _, record, _ = reach.shard(node, holders[node])
         except PeerError as error:
             raise DamagedError(str(error), path=str(error.fields.get("path"))) from error
-        return Part(record, lambda file: _Far(PeerSource(peer, id.directory, file.name, file.nbytes)))
+        return Part(record, lambda file: _Far(PeerSource(self._peer(node), id.directory, file.name, file.nbytes)))
+
+    def _near(self, id: CheckpointId, file: FileEntry) -> Source:
+        place = self._paths.checkpoint(id) / file.name
+        assert isinstance(place, Path)
+        return FileSource(place)
+
+    def _reach(self, id: CheckpointId) -> Reach:
+        return Reach(self._paths, id, self._run, self._node, self._peer)
+
+    def _peer(self, node: str) -> Peer:
+        """An agent on that node; ranks spread over those that it has."""
+        if node not in self._peers:
+            seats = [seat for seat in self._seats if seat.node == node]
+            seat = seats[self._group.rank % len(seats)]
+            self._peers[node] = Peer(seat.address, self._secret, self._run, timeout=_SECONDS)
+        return self._peers[node]
 
     def orders(self, history: History, restored: CheckpointId | None) -> Orders:
         """What this rank's agent has to know."""
         dead = [id.directory for id in cache.steps(self._paths) if not history.is_live(id)]
-        held = restored if restored in self._found else None
-        return Orders.make(self._levels, self._run, self._secret, self._seats, dead, held)
+        again = restored if restored in self._found else None
+        return Orders.make(self._levels, self._run, self._secret, self._seats, dead, again)
 
     def close(self) -> None:
         """Hang up; the agent goes on serving."""

@@ -163,13 +163,9 @@ def reopen(
     with contextlib.closing(holdings):
         if caches is not None:
             caches.meet(client)
-        mine = [_inventory(holdings), {} if caches is None else caches.inventory()]
-        everywhere = group.all_gather(mine, "what is held in memory and in the caches")
-        if caches is not None:
-            caches.hear([found for _, found in everywhere])
-        plans = lead(
-            group, "the plan", lambda: _plan(paths, [held for held, _ in everywhere], caches, log, step, before)
-        )
+            caches.share()
+        everywhere = group.all_gather(_inventory(holdings), "what is held in memory")
+        plans = lead(group, "the plan", lambda: _plan(paths, everywhere, caches, log, step, before))
         candidates = [_Candidate.load(values) for values in plans]
         places = _Places(paths, holdings, caches)
         restored = _try_all(candidates, places, tracked, log, paths, group, strict, check if strict else None)
@@ -338,6 +334,8 @@ def _try_all(
     for candidate in candidates:
         for source, find in places.of(candidate):
             started = time.monotonic()
+            if source == "node" and places.caches is not None:
+                places.caches.complete(candidate.id)
             parts: list[Part] = []
             loaded: Loaded | None = None
             error: Exception | None = None

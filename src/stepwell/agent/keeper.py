@@ -23,9 +23,9 @@ from stepwell.agent.writer import Writer
 from stepwell.errors import StepwellError, VoidError
 from stepwell.faults import crash_point
 from stepwell.format.checksum import document_digest
-from stepwell.format.manifest import Manifest, RecordRef, Void
+from stepwell.format.manifest import Void
 from stepwell.format.record import Record
-from stepwell.levels import cache
+from stepwell.levels import cache, room, verdict
 from stepwell.levels.cache import Level
 from stepwell.levels.copies import copy_shard
 from stepwell.levels.duties import Duties
@@ -147,6 +147,7 @@ class Keeper(Persister):
             "held": held,
             "is_ready": id in self._done or self._duties.is_done(paths, id),
             "failed": self._failed.get(id),
+            "unprotected": self._duties.why_not,
             "void": assemble.say(directory / void) if void in names else None,
             "ended": assemble.say(paths.void(id)) if "void.json" in names else None,
             "manifest": None if level is None else files.get(paths.manifest(id)).decode(),
@@ -179,49 +180,30 @@ class Keeper(Persister):
         asked = {0: self.state(id)} | {rank: self.peers.state(rank, id) for rank in range(1, world_size)}
         states = {rank: state for rank, state in asked.items() if state is not None}
         try:
-            missing = _missing(states, world_size)
+            missing = verdict.missing(states, world_size)
             if missing and waited > self.patience:
                 raise VoidError(f"no part within {waited:.0f} s", rank=missing[0])
             if missing:
                 return False
-            _check_copies(states)
+            verdict.check_copies(states)
         except VoidError as error:
             rank = int(str(error.fields.get("rank", 0)))
             reason = str(error).removeprefix(f"rank {rank}: ")
             files.put_new(self.paths.void(id), Void(pending.run, id, rank, reason).dump(), point="void")
             raise
-        busy = [rank for rank, state in states.items() if not state["is_ready"] and state["failed"] is None]
-        if busy and waited < self.patience:
+        if verdict.unready(states) and waited < self.patience:
             return False
-        failed = {str(rank): state["failed"] or "not done in time" for rank, state in states.items()}
-        degraded = {rank: why for rank, why in failed.items() if not states[int(rank)]["is_ready"]}
-        self._decide(pending, states, degraded)
+        self._decide(pending, states)
         return True
 
-    def _decide(self, pending: Pending, states: dict[int, dict[str, Any]], degraded: dict[str, str]) -> None:
+    def _decide(self, pending: Pending, states: verdict.States) -> None:
         """Let it be whole: first what is to become of it, then the manifest."""
+        degraded = verdict.degraded(states)
         self._since_flush += 1
         is_due = self._since_flush >= self.orders.shared.every and self.may_flush()
         flush = bool(pending.meta.get("flush")) or is_due
         self._since_flush = 0 if flush else self._since_flush
-        meta, held = pending.meta, [states[rank]["held"] for rank in sorted(states)]
-        suspects = [item["suspect"] for item in held if item["suspect"] is not None]
-        owners = [Owner(rank, len(held)) for rank in range(len(held))]
-        manifest = Manifest(
-            run=pending.run,
-            id=pending.id,
-            world_size=len(held),
-            created=meta["created"],
-            records=tuple(
-                RecordRef(commit.record_name(owner), item["nbytes"], item["digest"])
-                for owner, item in zip(owners, held, strict=True)
-            ),
-            nbytes=sum(item["data_bytes"] for item in held),
-            suspect=suspects[0] if suspects else None,
-            epoch_end=meta["epoch_end"],
-            finished=meta["finished"],
-            name=meta["name"],
-        )
+        manifest = verdict.make_manifest(pending.run, pending.id, pending.meta, states)
         self._keep_decision(pending.id, manifest.dump(), Level(flush, degraded).dump())
         if degraded:
             self.log.emit(Degraded(step=pending.id.step, ranks=sorted(map(int, degraded)), reasons=degraded))
@@ -334,7 +316,7 @@ class Keeper(Persister):
         """Remove from this node's cache what newer whole checkpoints make needless. The lowest rank of a node does."""
         is_clean = True
         if self._whole and self.orders.here(self.owner.rank)[0] == self.owner.rank:
-            for id in self._surplus():
+            for id in room.surplus(self.paths, self.orders, self.owner.rank, self._whole):
                 entry = Entry(id, self.paths.checkpoint(id), None, None, is_live=True)
                 try:
                     retention.remove_checkpoint(entry, self.shelf.spare)
@@ -343,27 +325,6 @@ class Keeper(Persister):
                     self.log.emit(events.PruneFailed(directory=id.directory, error=str(error)))
         self._forget()
         return is_clean
-
-    def _surplus(self) -> list[CheckpointId]:
-        """All that is older than the checkpoints to keep, and of another history; not what is still to be carried on.
-
-        One that is degraded does not count: what protects is kept until the next one does.
-        """
-        levels = {id: cache.read_level(self.paths, id) for id in self._whole}
-        good = [id for id in self._whole if (level := levels[id]) is not None and not level.degraded]
-        found, dead = cache.steps(self.paths), set(self.orders.dead)
-        oldest = good[-self.orders.keep] if len(good) >= self.orders.keep else None
-        out = [id for id in found if id.directory in dead or (oldest is not None and id < oldest)]
-        return [id for id in out if id.directory in dead or not self.is_waiting(id)]
-
-    def is_waiting(self, id: CheckpointId) -> bool:
-        """Whether some rank of this node has yet to carry it to the shared place."""
-        level = cache.read_level(self.paths, id) if id in self._whole else None
-        return (
-            level is not None
-            and level.flush
-            and not cache.is_flushed(self.paths, id, self.orders.here(self.owner.rank))
-        )
 
     def _forget(self) -> None:
         """What was removed needs no memory."""
@@ -387,16 +348,3 @@ class Keeper(Persister):
         """No more checkpoints."""
         super().close()
         self.peers.close()
-
-
-def _missing(states: dict[int, dict[str, Any]], world_size: int) -> list[int]:
-    """Ranks that do not hold their part yet, or cannot be asked. Raises VoidError if one gave up."""
-    for rank, state in states.items():
-        if state["void"] or state["ended"]:
-            raise VoidError(state["void"] or state["ended"], rank=rank)
-    return [rank for rank in range(world_size) if rank not in states or states[rank]["held"] is None]
-
-
-def _check_copies(states: dict[int, dict[str, Any]]) -> None:
-    """What several ranks hold copies of has to be the same on all of them. Raises VoidError."""
-    assemble.check_copies({rank: state["held"]["copies"] for rank, state in states.items()})

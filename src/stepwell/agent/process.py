@@ -66,8 +66,7 @@ class Agent:
         self._lock = self.worker.lock
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
-        self._is_offering = False
-        self._is_greeted = False
+        self._is_offering = self._is_greeted = False
         self._has_news = threading.Event()
         self._leave_at: float | None = None
 
@@ -164,10 +163,8 @@ class Agent:
             faults.set_rank(self.owner.rank)
             self.linger_seconds = message["linger"]
             self.paths = RunPaths.at(message["root"], self.owner.rank)
-            levels = message.get("levels")
-            orders = None if levels is None else Orders.load(levels)
-            run = self.paths, self.owner, self.lineage
-            self.worker.serve(*run, Keep(**message["keep"]), message["patience"], orders)
+            keep, orders = Keep(**message["keep"]), Orders.load(message.get("levels"))
+            self.worker.serve(self.paths, self.owner, self.lineage, keep, message["patience"], orders)
             self._leave_at, self._is_greeted = None, True
             if (restored := CheckpointId.parse(message.get("restored", ""))) is not None:
                 self.worker.queue.want(restored)
@@ -286,7 +283,9 @@ class Agent:
         self._pidfd = -1
         if self.channel is not None:
             self._drain(self.channel)
-            self._forget(self.channel)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(self.channel)
+            self.channel.close()
             self.channel = None
         if self.stream is not None:
             self.stream.abort()  # the rest never comes
@@ -320,11 +319,6 @@ class Agent:
                 pass
         while (message := channel.next_buffered()) is not None:
             getattr(self, "_do_" + message["type"])(message)
-
-    def _forget(self, channel: Channel) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(channel)
-        channel.close()
 
     def _on_successor(self) -> None:
         """Somebody asks for the memory of a dead trainer."""

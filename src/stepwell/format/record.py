@@ -118,7 +118,7 @@ class Record:
     def load(cls, data: bytes, *, path: str) -> Record:
         """Parse and check a record file. Raises DamagedError with the file's name."""
         fields = Fields(unseal(data, path=path, kind=KIND), path=path)
-        files = tuple(_file(item, path) for item in fields.items("files"))
+        files = tuple(load_file(item, path) for item in fields.items("files"))
         if len({file.name for file in files}) != len(files):
             raise DamagedError(f"{path}: two files share a name", path=path)
         leaves = tuple(_leaf(item, files, path) for item in fields.items("leaves"))
@@ -166,7 +166,8 @@ def check_file_name(name: str, *, path: str) -> str:
     return name
 
 
-def _file(item: object, path: str) -> FileEntry:
+def load_file(item: object, path: str) -> FileEntry:
+    """A file, as a document names it. Raises DamagedError."""
     fields = Fields(item, path=path)
     nbytes, block_bytes = fields.integer("nbytes"), fields.integer("block_bytes", limit=MAX_BLOCK_BYTES + 1)
     blocks, kind = fields.items("blocks"), fields.text("kind")

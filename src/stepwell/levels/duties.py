@@ -1,20 +1,24 @@
 """What one rank holds for others, and how it comes to hold it.
 
-Owns:    which shards a rank copies, from the scheme and who sits where.
-Not:     who protects whom (sets), copying (copies).
-Holds:   a duty is done when its records are there, and they are written last.
+Owns:    which shards a rank copies or has parity of, from the scheme and who sits where.
+Not:     who protects whom (sets), copying (copies), parity (parity).
+Holds:   a duty is done when its documents are there, and they are written last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from stepwell.format.record import FileEntry, Record
 from stepwell.levels import sets
 from stepwell.levels.cache import Held
-from stepwell.levels.copies import copy_shard
+from stepwell.levels.copies import Fill, copy_shard, fetch_record
+from stepwell.levels.parity import Shard, find_parity, keep_parity
 from stepwell.levels.peers import Peers
-from stepwell.levels.spec import Pairs, Partner, Protection
+from stepwell.levels.spec import Pairs, Partner, Protection, ReedSolomon, Single
 from stepwell.store import files
 from stepwell.store.commit import record_name
 from stepwell.store.paths import RunPaths
@@ -23,35 +27,94 @@ from stepwell.types import CheckpointId, Owner
 
 @dataclass(frozen=True)
 class Duties:
-    """Of one rank. copies: the ranks whose shards it holds a copy of."""
+    """Of one rank.
 
+    copies:   the ranks whose shards it holds a copy of
+    members:  the set that it holds parity for, itself among them; `losses` of them may be lost
+    why_not:  why nobody holds anything for this rank
+    """
+
+    rank: int
     copies: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
+    losses: int = 0
+    why_not: str | None = None
 
     @classmethod
     def of(cls, protect: Protection, domains: Sequence[str], rank: int) -> Duties:
         """What the scheme asks of this rank."""
-        holders: dict[int, tuple[int, ...]] = {}
-        if isinstance(protect, Pairs):
-            holders = sets.pairs(domains)
-        elif isinstance(protect, Partner):
-            holders = sets.ring(domains)
-        return cls(tuple(owner for owner, by in sorted(holders.items()) if rank in by))
+        alone = "too many ranks share its node, or what fails with it: there is nobody left to hold its shard"
+        if isinstance(protect, Pairs | Partner):
+            holders = sets.pairs(domains) if isinstance(protect, Pairs) else sets.ring(domains)
+            copies = tuple(owner for owner, by in sorted(holders.items()) if rank in by)
+            return cls(rank, copies=copies, why_not=None if holders[rank] else alone)
+        if isinstance(protect, Single):
+            return cls(rank)
+        losses = protect.m if isinstance(protect, ReedSolomon) else 1
+        made, unprotected = sets.make_sets(domains, protect.n)
+        if rank in unprotected:
+            return cls(rank, why_not=alone)
+        members = next(members for members in made if rank in members)
+        return cls(rank, members=members, losses=sets.losses_allowed(len(members), losses))
 
     def is_done(self, paths: RunPaths, id: CheckpointId) -> bool:
         """Whether all is held that is to be held of this checkpoint."""
         directory = paths.checkpoint(id)
-        return all(files.exists(directory / record_name(Owner(rank))) for rank in self.copies)
+        if not all(files.exists(directory / record_name(Owner(rank))) for rank in self.copies):
+            return False
+        found = find_parity(paths, id, self.rank) if self.members else None
+        return not self.members or (found is not None and found.members == self.members)
 
     def do(self, paths: RunPaths, id: CheckpointId, run: str, peers: Peers) -> int | None:
-        """Hold it. Returns the bytes fetched; None if some rank has no part yet. Raises OSError or DamagedError."""
-        nbytes = 0
-        for rank in self.copies:
-            if files.exists(paths.checkpoint(id) / record_name(Owner(rank))):
-                continue
+        """Hold it. Returns the bytes written; None if some rank has no part yet. Raises OSError or DamagedError."""
+        if self.is_done(paths, id):
+            return 0
+        others = self.copies or tuple(member for member in self.members if member != self.rank)
+        found: dict[int, Held] = {}
+        for rank in others:
             state = peers.state(rank, id)
             if state is None or state["held"] is None:
                 return None
-            held = state["held"]
-            item = Held(rank, len(peers), held["digest"], held["nbytes"], held["suspect"], is_whole=True)
-            nbytes += copy_shard(peers.peer(rank), paths, id, run, item).nbytes
-        return nbytes
+            found[rank] = _held(rank, len(peers), state["held"])
+        if self.copies:
+            return sum(copy_shard(peers.peer(rank), paths, id, run, item).nbytes for rank, item in found.items())
+        shards = {rank: _far(peers, id, run, item) for rank, item in found.items()}
+        return keep_parity(paths, id, self.rank, self.losses, shards | {self.rank: near_shard(paths, id, self.rank)})
+
+
+def _held(rank: int, world_size: int, held: dict[str, Any]) -> Held:
+    return Held(rank, world_size, held["digest"], held["nbytes"], held["suspect"], is_whole=True)
+
+
+def _far(peers: Peers, id: CheckpointId, run: str, item: Held) -> Shard:
+    peer = peers.peer(item.rank)
+
+    def fill(file: FileEntry, start: int, buffer: memoryview) -> None:
+        peer.read(id.directory, file.name, start, len(buffer), buffer)
+
+    return *fetch_record(peer, id, run, item), fill
+
+
+def near_shard(paths: RunPaths, id: CheckpointId, rank: int) -> Shard:
+    """A shard in this node's own cache. Raises DamagedError."""
+    directory = paths.checkpoint(id)
+    path = directory / record_name(Owner(rank))
+    data = files.get(path)
+    return data, Record.load(data, path=str(path)), near_fill(directory)
+
+
+def near_fill(directory: Any) -> Fill:
+    """Reads files of one directory of this node."""
+    assert isinstance(directory, Path)
+
+    def fill(file: FileEntry, start: int, buffer: memoryview) -> None:
+        with open(files.open_regular(directory / file.name), "rb", buffering=0) as source:
+            source.seek(start)
+            done = 0
+            while done < len(buffer):
+                got = source.readinto(buffer[done:])
+                if not got:
+                    break
+                done += got
+
+    return fill

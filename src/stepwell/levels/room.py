@@ -1,0 +1,32 @@
+"""What may go from a node's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepwell.levels import cache
+from stepwell.levels.orders import Orders
+from stepwell.store.paths import RunPaths
+from stepwell.types import CheckpointId
+
+
+def surplus(paths: RunPaths, orders: Orders, rank: int, whole: Sequence[CheckpointId]) -> list[CheckpointId]:
+    """All that is older than the checkpoints to keep, and of another history; not what is still to be carried on.
+
+    The newest one that is not degraded stays too, however old. `whole`: known to be, the oldest first. Nothing goes
+    before enough of them are there.
+    """
+    levels = {id: cache.read_level(paths, id) for id in whole}
+    good = [id for id in whole if (level := levels[id]) is not None and not level.degraded]
+    oldest, dead = (whole[-orders.keep] if len(whole) >= orders.keep else None), set(orders.dead)
+
+    def is_needed(id: CheckpointId) -> bool:
+        level = levels.get(id)
+        is_waiting = level is not None and level.flush and not cache.is_flushed(paths, id, orders.here(rank))
+        return is_waiting or id in good[-1:]
+
+    return [
+        id
+        for id in cache.steps(paths)
+        if id.directory in dead or (oldest is not None and id < oldest and not is_needed(id))
+    ]

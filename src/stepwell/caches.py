@@ -29,6 +29,7 @@ from stepwell.levels.remake import Reach, remake, tell
 from stepwell.levels.secret import draw_secret
 from stepwell.levels.serve import listen
 from stepwell.levels.spec import Levels
+from stepwell.levels.tls import NAME, client_context, server_context
 from stepwell.restore.read import FileSource, Source
 from stepwell.restore.whole import Part
 from stepwell.store.lineage import History
@@ -71,6 +72,7 @@ class Caches:
                 assert isinstance(self._paths.root, Path)
                 self._paths.root.mkdir(parents=True, exist_ok=True)
                 name = node_id(Path(node.path))
+                server_context(node.tls)  # the agent makes its own: this is where somebody reads what is wrong
                 self._socket = None if group.size == 1 else listen((address, 0))
             except OSError as error:
                 raise ConfigError(
@@ -84,7 +86,7 @@ class Caches:
         each(group, "the cache of each node", prepare)
         self._seats = [Seat(*seat) for seat in group.all_gather(mine, "who sits where")]
         if self._socket is not None:
-            facts = {"root": str(self._paths.root), "run": self._run, "secret": self._secret}
+            facts = {"root": str(self._paths.root), "run": self._run, "secret": self._secret, "tls": node.tls}
             client.serve(facts, self._socket.fileno())
 
     def share(self) -> None:
@@ -158,7 +160,8 @@ class Caches:
         if node not in self._peers:
             seats = [seat for seat in self._seats if seat.node == node]
             seat = seats[self._group.rank % len(seats)]
-            self._peers[node] = Peer(seat.address, self._secret, self._run, timeout=_SECONDS)
+            tls = client_context(self._levels.node.tls)
+            self._peers[node] = Peer(seat.address, self._secret, self._run, timeout=_SECONDS, tls=tls, tls_name=NAME)
         return self._peers[node]
 
     def orders(self, history: History, restored: CheckpointId | None) -> Orders:

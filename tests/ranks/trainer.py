@@ -51,6 +51,7 @@ def options() -> argparse.Namespace:
     add("--auto", action="store_true", help="the automatic frequency, instead")
     add("--keep", type=int, default=2)
     add("--protect", help="checkpoints go to the cache of the node that RANKS_NODE names first; as Xor(4), say")
+    add("--tls", help="with --protect: a folder with certificates")
     add("--flush", type=int, default=4, help="with --protect: each so many go on to the shared place")
     add("--draw-seed", action="store_true", help="no seed is given: the first start draws one for all ranks")
     add("--sleep", type=float, default=0.0, help="seconds, the length of a step")
@@ -128,7 +129,7 @@ def make_checkpointer(args: argparse.Namespace, loader: Any, tracked: dict[str, 
     if args.protect is not None:
         cache = Path(args.where).parent / f"node.{os.environ['RANKS_NODE']}"
         protect = eval(args.protect, vars(stepwell.levels.spec))  # of a test's own command line
-        levels = [stepwell.Node(cache, protect=protect), stepwell.Shared(every=args.flush)]
+        levels = [stepwell.Node(cache, protect=protect, tls=args.tls), stepwell.Shared(every=args.flush)]
     return stepwell.Checkpointer(
         args.where, policy=policy, keep=args.keep, levels=levels, data=loader, seed=seed, grace=None, **tracked
     )

@@ -11,10 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stepwell import journal
 from stepwell.agent.keeper import Keeper
 from stepwell.agent.persist import Persister
 from stepwell.arena.channel import Message
+from stepwell.levels.events import Refused
 from stepwell.levels.serve import PeerServer
+from stepwell.levels.tls import server_context
 
 
 class Door:
@@ -23,14 +26,25 @@ class Door:
     def __init__(self, persister: Callable[[], Persister]) -> None:
         self._persister = persister
         self._server: PeerServer | None = None
+        self._seen: dict[str, int] = {}
 
     def open(self, message: Message, fd: int) -> None:
         """Let others in from now on, in the place of those who were."""
         self.close()
         root, run = Path(message["root"]), message["run"]
         root.mkdir(parents=True, exist_ok=True)
-        self._server = PeerServer(root, message["secret"], run, self._answer, bind=socket.socket(fileno=fd))
+        tls, sock = server_context(message["tls"]), socket.socket(fileno=fd)
+        self._server = PeerServer(root, message["secret"], run, self._answer, bind=sock, tls=tls)
+        self._seen = {}
         self._server.start()
+
+    def report(self, log: journal.EventLog) -> None:
+        """Say what was refused since the last time."""
+        refused = {} if self._server is None else self._server.refused
+        fresh = {kind: count - self._seen.get(kind, 0) for kind, count in refused.items()}
+        self._seen = refused
+        if any(fresh.values()):
+            log.emit(Refused(kinds={kind: count for kind, count in fresh.items() if count}))
 
     def _answer(self, question: str, fields: dict[str, Any]) -> dict[str, Any]:
         """A thread of the server."""

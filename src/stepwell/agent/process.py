@@ -53,8 +53,7 @@ class Agent:
         self.arenas: dict[int, Arena] = {}
         self.layouts: dict[int, Layout] = {}
         self.owner = Owner()
-        self.run_id = ""
-        self.lineage = 0
+        self.run_id, self.lineage = "", 0
         self.linger_seconds = 60.0
         self.paths = RunPaths(Path())
         self.stream: StreamedSave | None = None
@@ -128,6 +127,7 @@ class Agent:
                 with contextlib.suppress(OSError):
                     os.utime(self.paths.progress, follow_symlinks=False)
             desk.publish(self.paths, seen)
+            self._door.report(self.worker.log)
             self._has_news.wait(_BEAT_SECONDS)
             self._has_news.clear()
 

@@ -52,6 +52,7 @@ class Orders:
     peers: tuple[Seat, ...]
     dead: tuple[str, ...] = ()
     again: str = ""
+    tls: str | None = None
 
     @classmethod
     def make(
@@ -67,7 +68,18 @@ class Orders:
         protect = choose_protection(levels.node.protect, [peer.domain for peer in peers])
         cache = str(Path(levels.node.path).absolute())
         directory = "" if again is None else again.directory
-        return cls(cache, run, levels.node.keep, protect, levels.shared, secret, tuple(peers), tuple(dead), directory)
+        return cls(
+            cache,
+            run,
+            levels.node.keep,
+            protect,
+            levels.shared,
+            secret,
+            tuple(peers),
+            tuple(dead),
+            directory,
+            levels.node.tls,
+        )
 
     def here(self, rank: int) -> list[int]:
         """The ranks on that rank's node, in order. The first one removes what is old there."""

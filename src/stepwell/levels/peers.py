@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from stepwell.levels.fetch import Peer
 from stepwell.levels.orders import Orders
+from stepwell.levels.tls import NAME, client_context
 from stepwell.types import CheckpointId
 
 _SECONDS: Final = 10.0
@@ -31,7 +32,9 @@ class Peers:
         """Where to ask that rank."""
         if rank not in self._known:
             seat = self._orders.peers[rank]
-            self._known[rank] = Peer(seat.address, self._orders.secret, self._orders.run, timeout=_SECONDS)
+            secrets = self._orders.secret, self._orders.run
+            tls = client_context(self._orders.tls)
+            self._known[rank] = Peer(seat.address, *secrets, timeout=_SECONDS, tls=tls, tls_name=NAME)
         return self._known[rank]
 
     def state(self, rank: int, id: CheckpointId) -> dict[str, Any] | None:

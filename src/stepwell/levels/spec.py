@@ -71,6 +71,7 @@ class Node:
     protect:  copies or parity on other nodes; by default Pairs(), if there is more than one node
     domain:   what fails together, where that is more than a node: the name of a rack, say
     address:  of this node, where other nodes reach it; by default the one that the launcher names
+    tls:      a folder with cert.pem, key.pem and ca.pem, on every node: what travels between them is encrypted
     """
 
     path: str | os.PathLike[str]
@@ -78,6 +79,7 @@ class Node:
     protect: Protection | None = None
     domain: str | None = None
     address: str | None = None
+    tls: str | None = None
 
     def __post_init__(self) -> None:
         if self.keep < 2:

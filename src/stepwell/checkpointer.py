@@ -369,7 +369,7 @@ class Checkpointer:
         if self._is_failing or self._together.is_broken:
             pending = []  # what is complete is written; the agent keeps its memory for the next start of all ranks
         else:
-            self._client.close(seconds=self._close_seconds if pending else 10.0)
+            self._client.close(seconds=self._close_seconds if pending or self._levels is not None else 10.0)
         self._snapshotter.close()
         self._together.close()
         self._pace.close(CLOSED)

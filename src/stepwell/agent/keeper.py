@@ -34,6 +34,7 @@ from stepwell.levels.orders import Orders, run_cache
 from stepwell.levels.peers import Peers
 from stepwell.store import assemble, commit, files, retention
 from stepwell.store.catalog import Entry
+from stepwell.store.objects import Location
 from stepwell.store.spare import is_left_over
 from stepwell.types import CheckpointId, Keep, Owner
 
@@ -67,6 +68,8 @@ class Keeper(Persister):
         self._tries: dict[CheckpointId, int] = {}
         self._failed: dict[CheckpointId, str] = {}
         self._done: set[CheckpointId] = set()
+        self._known: dict[CheckpointId, dict[str, Any]] = {}
+        """What was said of this rank's records, which never change."""
         self._since_flush = 0
         self._whole: list[CheckpointId] = []
 
@@ -136,11 +139,8 @@ class Keeper(Persister):
         mine = commit.record_name(self.owner)
         held: dict[str, Any] | None = None
         if mine in names:
-            data = files.get(directory / mine)
-            record = assemble.find_record(paths, id, self.owner)
-            assert record is not None
-            held = {"digest": document_digest(data), "nbytes": len(data), "data_bytes": record.nbytes}
-            held |= {"suspect": record.suspect, "copies": record.copies}
+            held = self._known.get(id) or self._read(directory / mine)
+            self._known[id] = held
         void = f"{self.owner.stem}.void"
         level = cache.read_level(paths, id) if "manifest.json" in names else None
         return {
@@ -154,6 +154,12 @@ class Keeper(Persister):
             "level": None if level is None else level.dump().decode(),
             "newest": self._whole[-1].directory if self._whole else "",
         }
+
+    def _read(self, path: Location) -> dict[str, Any]:
+        data = files.get(path)
+        record = Record.load(data, path=str(path))
+        held = {"digest": document_digest(data), "nbytes": len(data), "data_bytes": record.nbytes}
+        return held | {"suspect": record.suspect, "copies": record.copies}
 
     # -- all ranks ----------------------------------------------------------------------------------------------------
 
@@ -331,9 +337,9 @@ class Keeper(Persister):
         there = set(cache.steps(self.paths))
         self._whole = [id for id in self._whole if id in there] or self._whole[-1:]
         self._done &= there
-        for known in (self._tries, self._failed):
-            for id in known.keys() - there:
-                del known[id]
+        self._tries = {id: tries for id, tries in self._tries.items() if id in there}
+        self._failed = {id: why for id, why in self._failed.items() if id in there}
+        self._known = {id: held for id, held in self._known.items() if id in there}
 
     def sweep(self, lineage: int) -> bool:
         """Remove what agents that died left under temporary names."""

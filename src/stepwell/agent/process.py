@@ -98,8 +98,7 @@ class Agent:
         with self._lock:
             if self._closing and self.worker.is_idle:
                 return True
-            is_late = self._leave_at is not None and time.monotonic() > self._leave_at
-            return is_late and self.worker.busy is None and not self._is_offering and not self.worker.is_carrying
+            return self._leave_at is not None and self.worker.may_leave(self._leave_at) and not self._is_offering
 
     def _tend(self) -> None:
         """After each round: release slots, tell the trainer, wake the worker."""

@@ -32,6 +32,8 @@ from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 
 _RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
+_CARRY_SECONDS: Final = 600.0
+"""A shared place that hangs does not keep this process for ever."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ class Worker:
     def is_carrying(self) -> bool:
         """Whether something is on its way to the shared place."""
         return self.flusher is not None and not self.flusher.is_idle
+
+    def may_leave(self, since: float) -> bool:
+        """Whether it is time to go, and nothing is under way that is worth staying for. Under the lock."""
+        is_carrying = self.is_carrying and time.monotonic() < since + _CARRY_SECONDS
+        return time.monotonic() > since and self.busy is None and not is_carrying
 
     def start(self) -> None:
         """Begin to work."""

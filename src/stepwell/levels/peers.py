@@ -1,6 +1,7 @@
 """The agents of the other ranks, each asked over a connection that is made when it is needed.
 
-Holds:   who cannot be asked says nothing, and is not asked again for a moment.
+Holds:   who cannot be asked says nothing, and is not asked again for a moment, which grows: a node that hangs costs
+         those who ask it a few seconds now and then.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from stepwell.levels.orders import Orders
 from stepwell.levels.tls import NAME, client_context
 from stepwell.types import CheckpointId
 
-_SECONDS: Final = 10.0
-_PAUSE_SECONDS: Final = 0.5
+_SECONDS: Final = 30.0
+_ASK_SECONDS: Final = 3.0
+_PAUSE_SECONDS: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_MANY: Final = 32
+"""With more ranks than this connections are not kept: rank 0 is asked by all of them, and has 64 places."""
 
 
 class Peers:
@@ -22,20 +26,21 @@ class Peers:
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
-        self._known: dict[int, Peer] = {}
-        self._not_before: dict[int, float] = {}
+        self._known: dict[tuple[int, float], Peer] = {}
+        self._failures: dict[int, tuple[int, float]] = {}
 
     def __len__(self) -> int:
         return len(self._orders.peers)
 
-    def peer(self, rank: int) -> Peer:
+    def peer(self, rank: int, seconds: float = _SECONDS) -> Peer:
         """Where to ask that rank."""
-        if rank not in self._known:
-            seat = self._orders.peers[rank]
-            secrets = self._orders.secret, self._orders.run
-            tls = client_context(self._orders.tls)
-            self._known[rank] = Peer(seat.address, *secrets, timeout=_SECONDS, tls=tls, tls_name=NAME)
-        return self._known[rank]
+        if (rank, seconds) not in self._known:
+            seat, orders = self._orders.peers[rank], self._orders
+            tls = client_context(orders.tls)
+            self._known[rank, seconds] = Peer(
+                seat.address, orders.secret, orders.run, timeout=seconds, tls=tls, tls_name=NAME
+            )
+        return self._known[rank, seconds]
 
     def state(self, rank: int, id: CheckpointId) -> dict[str, Any] | None:
         """What a rank says about a checkpoint; None if it cannot be asked now."""
@@ -46,13 +51,20 @@ class Peers:
         return self._ask(rank, "shards", id)
 
     def _ask(self, rank: int, question: str, id: CheckpointId) -> dict[str, Any] | None:
-        if self._not_before.get(rank, 0.0) > time.monotonic():
+        failures, again_at = self._failures.get(rank, (0, 0.0))
+        if again_at > time.monotonic():
             return None
         try:
-            return self.peer(rank).ask(question, id=id.directory) or None
+            answer = self.peer(rank, _ASK_SECONDS).ask(question, id=id.directory)
         except OSError:
-            self._not_before[rank] = time.monotonic() + _PAUSE_SECONDS
+            pause = _PAUSE_SECONDS[min(failures, len(_PAUSE_SECONDS) - 1)]
+            self._failures[rank] = failures + 1, time.monotonic() + pause
             return None
+        finally:
+            if len(self) > _MANY and (peer := self._known.pop((rank, _ASK_SECONDS), None)) is not None:
+                peer.close()
+        self._failures.pop(rank, None)
+        return answer or None
 
     def close(self) -> None:
         """Hang up."""

@@ -167,8 +167,7 @@ class Caches:
     def orders(self, history: History, restored: CheckpointId | None) -> Orders:
         """What this rank's agent has to know."""
         dead = [id.directory for id in cache.steps(self._paths) if not history.is_live(id)]
-        again = restored if restored in self._found else None
-        return Orders.make(self._levels, self._run, self._secret, self._seats, dead, again)
+        return Orders.make(self._levels, self._run, self._secret, self._seats, dead, restored)
 
     def close(self) -> None:
         """Hang up; the agent goes on serving."""

@@ -20,7 +20,7 @@ from stepwell import events, journal
 from stepwell.agent.persist import Persister
 from stepwell.agent.queue import AbandonedError, Pending
 from stepwell.agent.writer import Writer
-from stepwell.errors import StepwellError, VoidError
+from stepwell.errors import FencedError, StepwellError, VoidError
 from stepwell.faults import crash_point
 from stepwell.format.checksum import document_digest
 from stepwell.format.manifest import Void
@@ -60,7 +60,7 @@ class Keeper(Persister):
         super().__init__(
             run_cache(orders.cache, orders.run, owner.rank), log, writer, lineage=lineage, patience=patience
         )
-        self.orders, self.owner = orders, owner
+        self.orders, self.owner, self._lineage = orders, owner, lineage
         self.peers = Peers(orders)
         self.may_flush: Callable[[], bool] = lambda: True
         self.on_whole: Callable[[CheckpointId], None] = lambda id: None
@@ -79,6 +79,7 @@ class Keeper(Persister):
         """Make this rank's part durable on this node. See `Persister`; never the last word, `follow` has it."""
         started = time.monotonic()
         crash_point("persist.begin")
+        self._check_fence(pending.id)
         pending.record = assemble.find_record(self.paths, pending.id, pending.owner)
         if pending.record is None:
             directory = self.open(pending)
@@ -99,6 +100,15 @@ class Keeper(Persister):
         files.make_directory(directory)
         commit.sweep(directory, pending.owner)
         return directory
+
+    def _check_fence(self, id: CheckpointId) -> None:
+        """What a trainer before this one took is of no use, but for what all went on from. Raises FencedError.
+
+        It may lie on the run's path all the same, and whole: nothing is removed here.
+        """
+        if id.lineage != self._lineage and id.directory != self.orders.again:
+            message = f"lineage {self._lineage} continues this run from another checkpoint; {id} is not finished"
+            raise FencedError(message, lineage=id.lineage, newest=self._lineage)
 
     def settle(self, pending: Pending, record: Record, started: float) -> bool:
         """All files are durable: the record, for whoever asks."""
@@ -167,6 +177,7 @@ class Keeper(Persister):
         """Do what other ranks' parts need of this one; look whether all hold it. Raises VoidError."""
         id = pending.id
         assert pending.written_at is not None
+        self._check_fence(id)
         waited = time.monotonic() - pending.written_at
         if not files.exists(self.paths.manifest(id)):
             self._protect(id)

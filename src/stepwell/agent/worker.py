@@ -61,7 +61,7 @@ class Worker:
         self.persister = Persister(RunPaths(Path()), self.log, self._writer, lineage=0)
         self.flusher: Flusher | None = None
         self._again: CheckpointId | None = None
-        self._again_at = 0.0
+        self._again_at = self._again_pause = 0.0
         self._is_leader = True
         self._sweeps_due = 0
         self._voids: list[_Word] = []
@@ -86,7 +86,7 @@ class Worker:
             keeper.on_whole, keeper.may_flush = flusher.add, lambda: flusher.has_room
             flusher.on_flushed = self._note_flushed
             self.persister = keeper
-            self._again, self._again_at = CheckpointId.parse(orders.again), 0.0
+            self._again, self._again_at, self._again_pause = CheckpointId.parse(orders.again), 0.0, 0.1
             flusher.start()
         self._is_leader = owner.is_leader
         self._sweeps_due += self.persister.may_prune
@@ -160,7 +160,8 @@ class Worker:
         with contextlib.suppress(OSError, StepwellError):  # again in a moment, or the next checkpoint does
             is_over = is_over or keeper.rehold(id)
         with self.lock:
-            self._again, self._again_at = (None if is_over else id), time.monotonic() + 0.2
+            self._again_pause = min(10.0, 1.5 * self._again_pause)
+            self._again, self._again_at = (None if is_over else id), time.monotonic() + self._again_pause
 
     def _persist(self, pending: Pending) -> None:
         started = time.monotonic()

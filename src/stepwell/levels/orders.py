@@ -40,7 +40,7 @@ class Orders:
     """For the agent of one rank.
 
     dead:   checkpoints in this node's cache that are of no use any more: another history went on
-    again:  the checkpoint that all went on from, to be held and protected by who sits where now; empty if in no cache
+    again:  the checkpoint that all went on from, to be held and protected by who sits where now; empty if there is none
     """
 
     cache: str

@@ -1,6 +1,6 @@
 """Nodes as processes of this machine: one torchrun agent each, with a cache directory, a name and a log of its own.
 
-Owns:    a job's folder, its store and nodes; killing a node means everything that carries its mark, as a power cut does.
+Owns:    a job's folder, its store and nodes; killing a node means everything that carries its mark, as a power cut.
 Not:     when and whom to kill (the tests).
 """
 
@@ -16,14 +16,20 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
+from stepwell.launch.table import Table, decode
 from tests.crash.harness import Process, _read, wait_for
 
 HERE = Path(__file__).parent
 MARK = "LAUNCH_MARK"
+Losses = dict[int, set[float]]
 DEADLINE_SECONDS = 90.0
+POLL_SECONDS = 0.1
 
 
 def marked(mark: str) -> list[Process]:
@@ -33,6 +39,24 @@ def marked(mark: str) -> list[Process]:
         if f"{MARK}={mark}".encode() in _read(pid, "environ").split(b"\0"):
             with contextlib.suppress(OSError):
                 found.append(Process(pid))
+    return found
+
+
+def notes_in(folder: Path) -> list[dict[str, Any]]:
+    """What all workers wrote, by time."""
+    found = []
+    for path in folder.glob("steps.*.jsonl"):
+        for line in path.read_text().splitlines():
+            found.append({**json.loads(line), "node": path.name.split(".")[1]})
+    return sorted(found, key=lambda note: note["time"])
+
+
+def losses_in(folder: Path) -> Losses:
+    """Of every step, redone ones too."""
+    found: Losses = {}
+    for note in notes_in(folder):
+        if "step" in note:
+            found.setdefault(note["step"], set()).add(note["loss"])
     return found
 
 
@@ -72,7 +96,9 @@ class Node:
 class Cluster:
     """One job: a store, nodes, and what they wrote."""
 
-    def __init__(self, folder: Path, slots: int, most: int, *, epochs: int = 6, pace: float = 0.1, **conf: object) -> None:
+    def __init__(
+        self, folder: Path, slots: int, most: int, *, epochs: int = 6, pace: float = 0.1, **conf: object
+    ) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self.slots = slots
@@ -137,12 +163,8 @@ class Cluster:
 
     # What the workers wrote
 
-    def notes(self, name: str | None = None) -> list[dict[str, Any]]:
-        found = []
-        for path in self.folder.glob(f"steps.{name or '*'}.jsonl"):
-            for line in path.read_text().splitlines():
-                found.append({**json.loads(line), "node": path.name.split(".")[1]})
-        return sorted(found, key=lambda note: note["time"])
+    def notes(self) -> list[dict[str, Any]]:
+        return notes_in(self.folder)
 
     def ranks(self) -> dict[int, str]:
         """Who had which rank in the newest round that all ranks have begun."""
@@ -170,6 +192,7 @@ class Cluster:
 
     def wait_back(self, after: float, rounds: int) -> float:
         """Until a new round makes steps. Seconds from `after` to the first of them."""
+
         def first() -> float | None:
             begun = [note for note in self.notes() if "begin" in note]
             lineages = sorted({note["lineage"] for note in begun})
@@ -182,11 +205,12 @@ class Cluster:
         return float(self.wait(first, "the first step of a new round")) - after
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
-        """Poll; fail with all logs."""
-        try:
-            return wait_for(condition, what, seconds)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.logs()}") from None
+        """Poll until it gives something true; fail with all logs. Not often: the nodes need the cores."""
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}\n{self.logs()}"
+            time.sleep(POLL_SECONDS)
+        return found
 
     def codes(self, names: Iterable[str] | None = None, seconds: float = DEADLINE_SECONDS) -> dict[str, int]:
         """Wait until these agents (all by default) ended by themselves. Their exit statuses."""
@@ -195,24 +219,15 @@ class Cluster:
         self.wait(lambda: all(agent.poll() is not None for agent in agents.values()), f"{chosen} end", seconds)
         return {name: agent.returncode for name, agent in agents.items()}
 
-    def losses(self) -> dict[int, set[float]]:
-        found: dict[int, set[float]] = {}
-        for note in self.notes():
-            if "step" in note:
-                found.setdefault(note["step"], set()).add(note["loss"])
-        return found
+    def check_log(self, expected: Losses) -> None:
+        """Every step has the loss of the undisturbed job, whoever did it and however often."""
+        assert losses_in(self.folder) == expected
 
     def logs(self) -> str:
         return "\n".join(f"-- {life.log.name}\n{life.text()[-3000:]}" for life in self.lives)
 
-    def check_table(self) -> Any:
-        """The table in the store, read by a client of our own."""
-        from datetime import timedelta
-
-        from torch.distributed import TCPStore
-
-        from stepwell.launch.table import decode
-
+    def table(self) -> Table:
+        """As the store has it now."""
         store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=10))
         return decode(store.get("stepwell/job/slots"))
 

@@ -1,7 +1,7 @@
 """A worker of one of the nodes: trains a little, checkpoints into the shared run, and notes every step for its node.
 
 LAUNCH_FOLDER is the test's folder, LAUNCH_NAME the node's name. `crash.NAME` in the folder makes the workers of that
-node end once; `stop` ends the training of all after the next step, as if it were done.
+node end once, in their next step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
         world=dist.get_world_size(),
         lineage=ckpt.status().lineage,
         pid=os.getpid(),
-        attempt=int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
     for _ in ckpt.epochs(epochs):
         for (batch,) in ckpt.data:

@@ -227,6 +227,31 @@ def test_a_node_with_another_number_of_workers_is_refused(make_cluster: MakeClus
 
 
 @pytest.mark.soak
+def test_a_store_that_pauses_kills_nobody(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(2, 3, epochs=200)
+    cluster.start("a", "b", "c")
+    cluster.wait_steps(2)
+    wait_for_spares(cluster, 1)
+    before = cluster.table()
+    cluster.store.send_signal(signal.SIGSTOP)
+    time.sleep(8)  # more than twice as long as a silent node would live
+    cluster.store.send_signal(signal.SIGCONT)
+    cluster.wait_steps(80, time.monotonic())  # 8 s more
+    assert cluster.table().version == before.version and cluster.rounds() == 1
+
+
+@pytest.mark.soak
+def test_a_second_agent_in_one_cache_directory_is_told_so(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(1, 3, epochs=200)
+    cluster.start("a")
+    cluster.wait_steps(2)
+    cluster.start("b", STEPWELL_CACHE=str(cluster.cache("a")))
+    assert cluster.codes(["b"]) == {"b": codes.FAILED}
+    assert "another agent lives in" in cluster.nodes["b"].text()
+    assert cluster.rounds() == 1
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_eight_nodes_and_four_spares_survive_four_losses_and_not_five(
     make_cluster: MakeCluster, undisturbed: Undisturbed

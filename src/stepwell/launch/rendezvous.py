@@ -47,6 +47,8 @@ from stepwell.store.node import node_id
 
 BACKEND: Final = "stepwell"
 DEFAULT_PORT: Final = 29400
+_TWIN_LIVES: Final = 3
+"""How often a node would have been found dead by now."""
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
@@ -194,6 +196,7 @@ class Rendezvous(RendezvousHandler):
             if self._was_in:
                 logger.warning("the other nodes took this one for dead; it comes back as a new one")
                 me = self._begin_life(why_refused(self._root, conf))
+            self._look_for_twin(table)
             return partial(change.enter, me=me)
         self._was_in = True
         if table.seat_of(me.agent) is not None and me.agent not in table.arrived:
@@ -203,6 +206,16 @@ class Rendezvous(RendezvousHandler):
         if has_waited:
             return partial(change.give_up, waited=has_waited)
         return partial(change.settle, expired=expired, late=late, node_failures=conf.node_failures)
+
+    def _look_for_twin(self, table: Table) -> None:
+        """Our own earlier life is found dead in a while. A second agent in one cache directory is not."""
+        mine = (member for member in (*table.seats(), *table.spares) if member.node == self._node)
+        if not any(table.has(member.agent) for member in mine):
+            return
+        now = time.monotonic()
+        self._since = {("twin",): self._since.get(("twin",), now)}
+        if now - self._since["twin",] > _TWIN_LIVES * self._conf.dead_seconds:
+            raise self._end(codes.FAILED, f"another agent lives in {self._root}: give each its own STEPWELL_CACHE")
 
     def _run_out_of_patience(self, table: Table) -> tuple[set[str], set[str], float]:
         """Agents dead for longer than the grace time, agents that do not arrive, seconds waited in vain for a node.

@@ -20,7 +20,7 @@ _RANKS: Final = "torchelastic/assigned_ranks/"
 
 
 class RoundStore(Store):
-    """Knows the calls that torch 2.11 to 2.13 make, and refuses others."""
+    """Knows the calls that the agent of torch 2.13 makes."""
 
     def __init__(
         self, slot: int, slots: int, on_workers: Callable[[int], None], on_end: Callable[[float], None]

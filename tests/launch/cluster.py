@@ -158,7 +158,7 @@ class Cluster:
     def lose(self, name: str) -> float:
         """The node is gone, and what it had on its own disks too."""
         at = self.nodes[name].kill()
-        shutil.rmtree(self.cache(name))
+        shutil.rmtree(self.cache(name), ignore_errors=True)
         return at
 
     # What the workers wrote

@@ -12,7 +12,7 @@ from tests.crash.harness import report
 from tests.launch.cluster import Cluster, losses_in
 from tests.launch.conftest import MakeCluster, Undisturbed
 
-EPOCHS = 4
+EPOCHS = 3
 
 
 def wait_for_spares(cluster: Cluster, spares: int) -> None:

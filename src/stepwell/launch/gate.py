@@ -9,6 +9,7 @@ import os
 import secrets
 import shlex
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -27,29 +28,26 @@ def why_refused(root: Path | None, conf: Conf) -> str | None:
 
 
 def _look_at(root: Path, min_free_gb: float) -> str | None:
-    path = root / f"probe.{os.getpid()}.tmp"
     try:
         root.mkdir(parents=True, exist_ok=True)
         found = os.statvfs(root)
         free_gb = found.f_bavail * found.f_frsize / 1e9
         if free_gb < min_free_gb:
             return f"{root}: {free_gb:.1f} GB free, {min_free_gb:g} GB are asked for"
-        try:
-            return _write_and_read(path)
-        finally:
-            path.unlink(missing_ok=True)
+        return _write_and_read(root)
     except OSError as error:
         return f"{root}: cannot be used: {error.strerror or error}"
 
 
-def _write_and_read(path: Path) -> str | None:
+def _write_and_read(root: Path) -> str | None:
     data = secrets.token_bytes(PROBE_BYTES)
-    with path.open("xb") as file:
+    with tempfile.TemporaryFile(dir=root) as file:  # without a name: a kill leaves nothing behind
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what is read then comes from the disk
-    return None if path.read_bytes() == data else f"{path.parent}: does not give back what was written"
+        file.seek(0)
+        return None if file.read() == data else f"{root}: does not give back what was written"
 
 
 def _run(command: str, seconds: float) -> str | None:

@@ -150,13 +150,21 @@ def test_a_wrong_option_ends_torchrun_with_a_sentence(tmp_path: Path) -> None:
     done = agent(tmp_path, "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--rdzv-conf=grase=1")
     assert done.returncode == 1 and "stepwell: --rdzv-conf knows no grase" in done.stderr
     assert "Traceback" not in done.stderr
+    done = agent(tmp_path, "--rdzv-endpoint=127.0.0.1:1")
+    assert done.returncode == 1 and "stepwell: give the job a name" in done.stderr
 
 
 def test_a_refused_node_ends_torchrun_with_its_status(tmp_path: Path) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     words = ("--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{server.port}", "--rdzv-conf=min_free_gb=1000000000")
-    for reason in ("GB are asked for", "GB are asked for"):  # the second time it is known
-        done = agent(tmp_path, *words, STEPWELL_CACHE=str(tmp_path / "cache"))
-        assert done.returncode == 77 and reason in done.stderr
+    done = agent(tmp_path, *words, STEPWELL_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 77 and "GB are asked for" in done.stderr
     better = agent(tmp_path, *words[:2], STEPWELL_CACHE=str(tmp_path / "cache"))
     assert better.returncode == 77 and "in quarantine" in better.stderr
+    other = agent(tmp_path, *words[:2], "--nnodes=2:2")  # the last one counts
+    assert other.returncode == 1 and "started with --nnodes=2:2, the job with --nnodes=1:2" in other.stderr
+
+
+def test_a_store_that_is_not_there_ends_torchrun_with_its_status(tmp_path: Path) -> None:
+    done = agent(tmp_path, "--rdzv-id=job", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-conf=store_seconds=4")
+    assert done.returncode == 69 and "the store 127.0.0.1:1 is lost" in done.stderr

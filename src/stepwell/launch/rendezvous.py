@@ -81,6 +81,7 @@ class Rendezvous(RendezvousHandler):
         self._job = job
         self._endpoint = endpoint
         self._slots = slots
+        self._most = most
         self._conf = conf
         self._root = root
         self._local = local
@@ -203,9 +204,11 @@ class Rendezvous(RendezvousHandler):
             here = replace(me, port=self._hold())
             return partial(change.arrive, me=here, generation=generation, budget=conf.restarts)
         expired, late, has_waited = self._run_out_of_patience(table)
+        wish = partial(change.settle, expired=expired, late=late, node_failures=conf.node_failures)
         if has_waited:
-            return partial(change.give_up, waited=has_waited)
-        return partial(change.settle, expired=expired, late=late, node_failures=conf.node_failures)
+            wish = partial(change.give_up, waited=has_waited)
+        # Whoever was frozen has old patience, and was taken for dead meanwhile: it has no say any more.
+        return lambda before: wish(before) if before.has(me.agent) else before
 
     def _look_for_twin(self, table: Table) -> None:
         """Our own earlier life is found dead in a while. A second agent in one cache directory is not."""
@@ -272,6 +275,9 @@ class Rendezvous(RendezvousHandler):
 
     def _check(self, table: Table) -> None:
         """Raise Ended if the job is over, or this node may not take part in it."""
+        if (len(table.slots), table.most) != (self._slots, self._most):
+            job = f"--nnodes={len(table.slots)}:{table.most}"
+            raise self._end(codes.FAILED, f"started with --nnodes={self._slots}:{self._most}, the job with {job}")
         if table.over is not None:
             raise self._end(table.over.code, table.over.reason)
         if reason := table.quarantine.get(self._node):

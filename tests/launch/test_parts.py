@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -29,8 +30,11 @@ def test_silence_is_counted_by_our_own_clock_and_only_while_we_look() -> None:
     assert pulse.look({"a": b"1", "b": b"1"}, 100.0) == {"a": 0.0, "b": 0.0}
     for i in range(1, 5):
         silent = pulse.look({"a": b"1", "b": b"%d" % i}, 100.0 + i / 2)
-    assert silent == {"a": 2.0 - 0.0, "b": 0.0}
+    assert silent == {"a": 2.0, "b": 0.0}
     assert pulse.look({"a": b"1", "b": b"4"}, 1000.0) == {"a": 2.5, "b": 0.5}  # we were away; they are not dead
+    always = Pulse(math.inf)
+    always.look({"b": b"4"}, 102.0)
+    assert always.look({"b": b"4"}, 1000.0) == {"b": 898.0}  # control: all clocks run on, and everybody is dead
     assert pulse.look({"a": b"2"}, 1000.5) == {"a": 0.0}
     assert pulse.look({"a": b"2", "b": b"4"}, 1001.0) == {"a": 0.5, "b": 0.0}  # it was forgotten
 

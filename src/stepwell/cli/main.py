@@ -26,6 +26,7 @@ COMMANDS: Final[dict[str, str]] = {
     "clean": "stepwell.cli.clean:clean",
     "export": "stepwell.cli.export:export",
     "prove": "stepwell.cli.prove:prove",
+    "store": "stepwell.cli.store:store",
 }
 """Command -> module:function."""
 
@@ -39,6 +40,7 @@ SUMMARIES: Final[dict[str, str]] = {
     "clean": "Remove what dead processes left behind.",
     "export": "Write a checkpoint as one safetensors or torch file.",
     "prove": "Kill a training script again and again; show that it ends the same.",
+    "store": "Serve the store of a job with spare nodes.",
 }
 """What `--help` says of each, so that it need not import them."""
 

@@ -67,6 +67,7 @@ def _check_set(what: Protection, n: int, m: int) -> None:
 class Node:
     """A directory on a disk, or in the memory, of each node; the same path on all of them.
 
+    path:     by default what STEPWELL_CACHE says
     keep:     how many whole checkpoints stay there, at least 2: a crash while one is written leaves the other
     protect:  copies or parity on other nodes; by default Pairs(), if there is more than one node
     domain:   what fails together, where that is more than a node: the name of a rack, say
@@ -74,7 +75,7 @@ class Node:
     tls:      a folder with cert.pem, key.pem and ca.pem, on every node: what travels between them is encrypted
     """
 
-    path: str | os.PathLike[str]
+    path: str | os.PathLike[str] = ""
     keep: int = 2
     protect: Protection | None = None
     domain: str | None = None
@@ -82,6 +83,9 @@ class Node:
     tls: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "path", os.fspath(self.path) or os.environ.get("STEPWELL_CACHE", ""))
+        if not self.path:
+            raise ConfigError("Node(): give a directory of each node, or set STEPWELL_CACHE", name="path")
         if self.keep < 2:
             raise ConfigError(f"Node(keep={self.keep!r}): at least 2, since a crash may spoil the newest", name="keep")
         if self.protect is not None and type(self.protect).__name__ not in _PROTECTIONS:

@@ -169,7 +169,8 @@ def write(out: Path, result: dict[str, Any]) -> None:
         for way, found in result["load"].items()
     ]
     (out / "multilevel.md").write_text(
-        f"# Levels: {result['nbytes'] / 1e6:.0f} MB of state\n\n## E1: overhead of one checkpoint an epoch\n\n{table(save)}"
+        f"# Levels: {result['nbytes'] / 1e6:.0f} MB of state\n\n"
+        f"## E1: overhead of one checkpoint an epoch\n\n{table(save)}"
         f"\n## E2: cold restart, seconds until all ranks have their state\n\n{table(load)}\n"
         f"{result['date']}, commit {result['commit']}: `{result['command']}`\n"
     )

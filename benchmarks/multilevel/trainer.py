@@ -3,8 +3,8 @@
     python trainer.py '{"way": "pairs", "model": "resnet50", ...}'      RANK, WORLD_SIZE, MASTER_* as usual
 
 An iteration takes `seconds` on every rank, whatever the number of ranks, as it would on an accelerator: the rank
-sleeps, then updates its parameters for real, and all meet in an all-reduce. An epoch has `images` / ranks iterations, so
-that epochs become shorter with more ranks, as in the original (strong scaling). One checkpoint at the end of each.
+sleeps, then updates its parameters for real, and all meet in an all-reduce. An epoch has `images` / ranks iterations:
+epochs become shorter with more ranks, as in the original (strong scaling). One checkpoint at the end of each.
 
 none      no checkpoints
 root      rank 0 saves everything with torch.save and fsync to the shared place, the others wait

@@ -13,6 +13,7 @@ from tests.launch.cluster import Cluster, losses_in
 from tests.launch.conftest import MakeCluster, Undisturbed
 
 EPOCHS = 3
+pytestmark = pytest.mark.timeout(400)  # a machine that is busy with other things loads torch slowly
 
 
 def wait_for_spares(cluster: Cluster, spares: int) -> None:

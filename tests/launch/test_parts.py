@@ -14,13 +14,20 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from stepwell.errors import ConfigError, DamagedError
+<<<<<<< HEAD
 from stepwell.format.document import seal
+=======
+from stepwell.launch import codes
+from stepwell.launch.codes import Ended
+>>>>>>> ca4d7757de291d967d67444f5b9f01e3b5438f4f
 from stepwell.launch.conf import Conf, read_conf
 from stepwell.launch.gate import why_refused
 from stepwell.launch.place import hold_port, own_address
 from stepwell.launch.pulse import Pulse
+from stepwell.launch.rendezvous import create
 from stepwell.launch.round import RoundStore
 from stepwell.store.node import node_id
 from tests.crash.harness import wait_for
@@ -145,6 +152,12 @@ def test_the_store_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     assert "no authentication" in err
 
 
+def test_a_job_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Ended) as ended:
+        create(RendezvousParameters("stepwell", "127.0.0.1:1", "none", 1, 2))
+    assert ended.value.code == codes.FAILED and "stepwell: give the job a name" in capsys.readouterr().err
+
+
 def agent(tmp_path: Path, *more: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=stepwell", "--nnodes=1:2", *more]
     return subprocess.run(
@@ -156,21 +169,17 @@ def test_a_wrong_option_ends_torchrun_with_a_sentence(tmp_path: Path) -> None:
     done = agent(tmp_path, "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--rdzv-conf=grase=1")
     assert done.returncode == 1 and "stepwell: --rdzv-conf knows no grase" in done.stderr
     assert "Traceback" not in done.stderr
-    done = agent(tmp_path, "--rdzv-endpoint=127.0.0.1:1")
-    assert done.returncode == 1 and "stepwell: give the job a name" in done.stderr
 
 
 def test_a_refused_node_ends_torchrun_with_its_status(tmp_path: Path) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     words = ("--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{server.port}", "--rdzv-conf=min_free_gb=1000000000")
     done = agent(tmp_path, *words, STEPWELL_CACHE=str(tmp_path / "cache"))
-    assert done.returncode == 77 and "GB are asked for" in done.stderr
-    better = agent(tmp_path, *words[:2], STEPWELL_CACHE=str(tmp_path / "cache"))
-    assert better.returncode == 77 and "in quarantine" in better.stderr
+    assert done.returncode == codes.QUARANTINED and "GB are asked for" in done.stderr
     other = agent(tmp_path, *words[:2], "--nnodes=2:2")  # the last one counts
     assert other.returncode == 1 and "started with --nnodes=2:2, the job with --nnodes=1:2" in other.stderr
 
 
 def test_a_store_that_is_not_there_ends_torchrun_with_its_status(tmp_path: Path) -> None:
     done = agent(tmp_path, "--rdzv-id=job", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-conf=store_seconds=4")
-    assert done.returncode == 69 and "the store 127.0.0.1:1 is lost" in done.stderr
+    assert done.returncode == codes.STORE_LOST and "the store 127.0.0.1:1 is lost" in done.stderr

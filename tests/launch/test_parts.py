@@ -17,12 +17,9 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from stepwell.errors import ConfigError, DamagedError
-<<<<<<< HEAD
 from stepwell.format.document import seal
-=======
 from stepwell.launch import codes
 from stepwell.launch.codes import Ended
->>>>>>> ca4d7757de291d967d67444f5b9f01e3b5438f4f
 from stepwell.launch.conf import Conf, read_conf
 from stepwell.launch.gate import why_refused
 from stepwell.launch.place import hold_port, own_address

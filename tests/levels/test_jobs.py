@@ -1,4 +1,4 @@
-"""Real jobs on nodes that are killed, lost, swapped and brought back: the same bits as a run that nothing happened to."""
+"""Real jobs whose nodes are killed, lost, swapped and brought back: the same bits as a run that nothing happened to."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ def test_another_number_of_ranks_on_the_same_nodes(make_job: MakeJob, straight: 
     ("protect", "lost", "after"),
     [("ReedSolomon(4, 2)", "bc", "axyd"), ("Xor(4)", "a", "xbcd"), soak("ReedSolomon(4, 2)", "ab", "cdxy")],
 )
-def test_nodes_are_lost_at_once(
-    protect: str, lost: str, after: str, make_job: MakeJob, straight: Straight
-) -> None:
+def test_nodes_are_lost_at_once(protect: str, lost: str, after: str, make_job: MakeJob, straight: Straight) -> None:
     """Rank 0's among them; then the same number of others, once what is left is protected again."""
     job = make_job("job", *SLEEP, "--protect", protect, *ARGUMENTS, kind=Cluster)
     launch = job.start("abcd")

@@ -4,26 +4,28 @@ Owns:    meeting the other nodes (who sits where, the secret, this rank's socket
          for each shard of a chosen checkpoint the nearest place to read it from, and making again what lies nowhere.
 Not:     which checkpoint is tried (reopen), serving (agent.door), verified reading (restore).
 Holds:   found by content: ranks may come back on other nodes, in any order, or on nodes that hold nothing. What is of
-         another history is not looked at. A node that does not answer is a source that fails, never the end.
+         another history is not looked at. A node that does not answer is a source that fails, never the end. What one
+         rank finds damaged no rank reads again.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from stepwell.agent.client import AgentClient
-from stepwell.errors import ConfigError, DamagedError, PeerError, StepwellError
+from stepwell.errors import ConfigError, DamagedError, PeerError, StepwellError, VoidError
 from stepwell.format.record import FileEntry
 from stepwell.groups.consent import each, lead
 from stepwell.groups.group import Group
 from stepwell.groups.meet import own_address
 from stepwell.levels import cache
-from stepwell.levels.duties import near_shard
 from stepwell.levels.fetch import Peer, PeerSource
-from stepwell.levels.inventory import Inventory, Node, gather
+from stepwell.levels.inventory import Inventory, Loss, Node, Place, gather
 from stepwell.levels.orders import Orders, Seat, run_cache
 from stepwell.levels.remake import Reach, remake, tell
 from stepwell.levels.secret import draw_secret
@@ -32,6 +34,7 @@ from stepwell.levels.spec import Levels
 from stepwell.levels.tls import NAME, client_context, server_context
 from stepwell.restore.read import FileSource, Source
 from stepwell.restore.whole import Part
+from stepwell.store.assemble import check_copies
 from stepwell.store.lineage import History
 from stepwell.store.node import node_id
 from stepwell.types import CheckpointId
@@ -39,6 +42,7 @@ from stepwell.types import CheckpointId
 _STEPS_TOLD: Final = 16
 """Of a node's cache, the newest."""
 _SECONDS: Final = 30.0
+_MOST_TRIES: Final = 8
 
 
 class Caches:
@@ -53,6 +57,9 @@ class Caches:
         self._peers: dict[str, Peer] = {}
         self._found: dict[CheckpointId, Inventory] = {}
         self._trouble: dict[str, str] = {}
+        self._about: CheckpointId | None = None
+        self._doubted: set[Place] = set()
+        self._opened: dict[str, Place] = {}
 
     @property
     def _node(self) -> str:
@@ -102,55 +109,94 @@ class Caches:
         return {id: found.is_suspect for id, found in live.items() if found.losses() is not None}
 
     def complete(self, id: CheckpointId) -> None:
-        """Make again the shards that lie nowhere. Collective; what fails shows when parts are asked for."""
-        losses = self._found[id].losses() or []
-        if not losses:
-            return
-        mine: dict[str, Any] = {}
+        """Leave out what was found damaged, and make again the shards that lie nowhere. Collective, before each try.
+
+        What fails shows when parts are asked for.
+        """
+        if id != self._about:
+            self._about, self._doubted, self._trouble = id, set(), {}
+        for _ in range(_MOST_TRIES):
+            told = [sorted(self._doubted), tell(self._paths, id, self._run).dump()]
+            everywhere = self._group.all_gather(told, "what was found damaged")
+            self._doubted = {tuple(place) for places, _ in everywhere for place in places}
+            nodes = {self._seats[rank].node: Node.load(values) for rank, (_, values) in enumerate(everywhere)}
+            self._found[id] = Inventory(nodes).without(self._doubted)
+            losses = self._found[id].losses()
+            if not losses or not self._remake(id, losses):
+                return
+
+    def _remake(self, id: CheckpointId, losses: Sequence[Loss]) -> bool:
+        """Whether something is known now that was not before: made again, or found damaged."""
+        made: list[int] = []
+        failed: dict[str, str] = {}
+        doubted: list[Any] = []
         for loss in losses:
             if loss.rank % self._group.size == self._group.rank:
                 try:
                     remake(self._paths, id, self._run, self._found[id], loss, self._reach(id))
+                    made.append(loss.rank)
                 except (OSError, StepwellError) as error:
-                    mine[str(loss.rank)] = f"{type(error).__name__}: {error}"
-        told = [tell(self._paths, id, self._run).dump(), mine]
-        everywhere = self._group.all_gather(told, "what was lost and made again")
-        nodes = {self._seats[rank].node: Node.load(values) for rank, (values, _) in enumerate(everywhere)}
-        self._found[id] = Inventory(nodes)
-        self._trouble = {rank: why for _, failed in everywhere for rank, why in failed.items()}
+                    failed[str(loss.rank)] = f"{type(error).__name__}: {error}"
+                    place = error.fields.get("place") if isinstance(error, DamagedError) else None
+                    doubted += [place] if place is not None else []
+        everywhere = self._group.all_gather([made, failed, doubted], "what was lost and made again")
+        before = set(self._doubted)
+        for rank, (made, failed, doubted) in enumerate(everywhere):
+            self._doubted -= {("shard", owner, self._seats[rank].node) for owner in made}
+            self._doubted |= {tuple(place) for place in doubted}
+            self._trouble |= failed
+        return self._doubted != before or any(made for made, _, _ in everywhere)
+
+    def doubt(self, error: Exception) -> None:
+        """What this error tells of is not read from there again."""
+        place = self._opened.get(str(error.fields.get("path"))) if isinstance(error, DamagedError) else None
+        if place is not None:
+            self._doubted.add(place)
 
     def attempts(self, id: CheckpointId) -> int:
-        """How many different places there are for the parts of a checkpoint."""
+        """How often it is worth trying: each time what was found damaged is left out, or made again."""
         found = self._found[id]
-        return max(1, *(len(found.holders(rank)) for rank in range(found.world_size or 0)))
+        spare = sum(len(found.holders(rank)) - 1 for rank in range(found.world_size or 0))
+        is_coded = any(node.parity for node in found.nodes.values())
+        return 1 + min(_MOST_TRIES, max(0, spare) + 2 * is_coded)
 
-    def parts(self, id: CheckpointId, attempt: int) -> list[Part]:
-        """Each rank's part, from the nearest place; another `attempt` takes other places. Raises DamagedError."""
+    def parts(self, id: CheckpointId) -> list[Part]:
+        """Each rank's part, from the nearest place. Raises DamagedError."""
         found = self._found[id]
-        return [self._part(id, rank, found, attempt) for rank in range(found.world_size or 0)]
+        parts = [self._part(id, rank, found) for rank in range(found.world_size or 0)]
+        try:
+            check_copies({part.record.owner.rank: part.record.copies for part in parts})
+        except VoidError as error:  # rank 0 would have found that out too, had it lived on
+            raise DamagedError(f"{id}: {error}") from error
+        return parts
 
-    def _part(self, id: CheckpointId, rank: int, found: Inventory, attempt: int) -> Part:
-        holders = found.holders(rank)
-        if not holders:
-            why = self._trouble.get(str(rank), "too little of its set is left")
-            raise DamagedError(f"{id}: the shard of rank {rank} lies in no cache, and cannot be made again: {why}")
+    def _part(self, id: CheckpointId, rank: int, found: Inventory) -> Part:
+        holders, errors = found.holders(rank), [self._trouble.get(str(rank), "too little of its set is left")]
         far = [node for node in holders if node != self._node]
         turn = self._group.rank % len(far) if far else 0  # the readers spread over the holders
-        order = [node for node in (self._node, *far[turn:], *far[:turn]) if node in holders]
-        node = order[attempt % len(order)]
-        if node == self._node:
-            return Part(near_shard(self._paths, id, rank)[1], lambda file: self._near(id, file))
-        reach = self._reach(id)
-        try:
-            _, record, _ = reach.shard(node, holders[node])
-        except PeerError as error:
-            raise DamagedError(str(error), path=str(error.fields.get("path"))) from error
-        return Part(record, lambda file: _Far(PeerSource(self._peer(node), id.directory, file.name, file.nbytes)))
+        for node in (self._node, *far[turn:], *far[:turn]):
+            if node in holders and ("shard", rank, node) not in self._doubted:
+                try:
+                    record = self._reach(id).shard(node, holders[node])[1]
+                    return Part(record, functools.partial(self._open, id, rank, node))
+                except (PeerError, DamagedError) as error:
+                    self._doubted.add(("shard", rank, node))
+                    errors.append(str(error))
+        raise DamagedError(
+            f"{id}: the shard of rank {rank} lies in no cache, and cannot be made again: {'; '.join(errors)}"
+        )
 
-    def _near(self, id: CheckpointId, file: FileEntry) -> Source:
-        place = self._paths.checkpoint(id) / file.name
-        assert isinstance(place, Path)
-        return FileSource(place)
+    def _open(self, id: CheckpointId, rank: int, node: str, file: FileEntry) -> Source:
+        source: Source
+        if node == self._node:
+            place = self._paths.checkpoint(id) / file.name
+            assert isinstance(place, Path)
+            self._opened[str(place)] = ("shard", rank, node)
+            source = FileSource(place)
+        else:
+            source = _Far(PeerSource(self._peer(node), id.directory, file.name, file.nbytes))
+            self._opened[source.label] = ("shard", rank, node)
+        return source
 
     def _reach(self, id: CheckpointId) -> Reach:
         return Reach(self._paths, id, self._run, self._node, self._peer)

@@ -55,11 +55,38 @@ POINTS: Final[dict[str, str]] = {
     "prune.middle": "agent: some of its files are gone",
     "spare.kept": "agent: the shard of an old checkpoint waits to be overwritten",
     "spare.taken": "agent: an old shard under the temporary name of the next one",
+    "copy.middle-of-file": "agent: half of a file of another rank's shard is copied to this node",
+    "copy.files": "agent: all files of another rank's shard are on this node, its record is not",
+    "copy.record.written": "agent: that record under a temporary name",
+    "copy.record.linked": "agent: another rank's shard is held on this node, directory not synced",
+    "parity.written": "agent: the parity of a set under a temporary name, not synced",
+    "parity.renamed": "agent: parity and its document are there, directory not synced",
+    "parity.durable": "agent: parity is held on this node",
+    "level.written": "agent: what becomes of a whole checkpoint, under a temporary name",
+    "level.linked": "agent: that is decided, the manifest is not there",
+    "flush.begin": "agent: before anything is carried to the shared place",
+    "flush.middle": "agent: half of a file is carried there",
+    "flush.carried": "agent: all files of this rank are there, its record is not",
+    "flush.gathered": "agent: the leader has seen the parts of all ranks there, no manifest",
+    "flushed.renamed": "agent: carried, and noted on the node, directory not synced",
+    "flushed.durable": "agent: carried, and noted on the node",
+    "node.written": "trainer: who this node is, under a temporary name",
+    "node.linked": "trainer: that is decided, directory not synced",
+    "rebuild.computed": "trainer: a lost shard is computed again, under a temporary name",
     "lineage.linked": "trainer: the next lineage exists, directory not synced",
     "restore.loaded": "trainer: state is back, no lineage yet",
 }
 OF_MANY: Final = frozenset({"record.written", "record.linked", "records.gathered", "void.written", "void.linked"})
 """Points that only agents of many ranks pass; they pass all others but `record.renamed` and `record.durable` too."""
+OF_LEVELS: Final = frozenset(
+    point
+    for point in POINTS
+    if point.split(".")[0] in ("parity", "level", "flush", "flushed", "node", "rebuild")
+    or point in ("copy.middle-of-file", "copy.files", "copy.record.written", "copy.record.linked")
+)
+"""Points that are passed only where checkpoints go to nodes first. A trainer that makes a lost shard again passes those
+of copying too.
+"""
 OPERATIONS: Final = (
     "open", "write", "fallocate", "truncate", "fsync", "fsync_dir", "rename", "mkdir", "link", "unlink", "rmdir",
 )  # fmt: skip

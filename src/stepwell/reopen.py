@@ -312,7 +312,7 @@ class _Places:
         if candidate.in_memory:
             out.append(("memory", lambda: [held[id][rank] for rank in sorted(held[id])]))
         if candidate.in_caches and caches is not None:
-            out += [("node", functools.partial(caches.parts, id, attempt)) for attempt in range(caches.attempts(id))]
+            out += [("node", functools.partial(caches.parts, id))] * caches.attempts(id)
         if candidate.is_committed:
             out.append(("disk", lambda: parts_on_disk(self.paths, catalog.read_manifest(self.paths, id))))
         return out
@@ -346,6 +346,8 @@ def _try_all(
                     loaded = load(parts, tracked, mine=mine, only=only, strict=strict, check=check)
             except Exception as raised:
                 error = raised
+                if source == "node" and places.caches is not None:
+                    places.caches.doubt(raised)
             bad = vote(group, f"the vote on step {candidate.id.step}", error)
             if bad is not None:
                 damaged.append(f"{candidate.id} ({source}): {bad}")

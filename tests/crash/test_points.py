@@ -7,14 +7,14 @@ from typing import get_args
 
 import pytest
 
-from stepwell.faults import OF_MANY, POINTS
+from stepwell.faults import OF_LEVELS, OF_MANY, POINTS
 from tests.crash.harness import Ending, Run
 from tests.crash.scenes import AT_START, Scene, Victim, play
 
 
 def scenes(*numbers: int) -> list[Scene]:
     found = []
-    for point in (point for point in POINTS if point not in OF_MANY):
+    for point in (point for point in POINTS if point not in OF_MANY | OF_LEVELS):
         for victim in get_args(Victim):
             if victim == "agent" and point in AT_START:
                 continue  # there is no agent yet that belongs to this trainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -59,5 +60,19 @@ class Cluster(Job):
         return [id.step for id in sorted(cache.steps(self.paths)) if files.exists(self.paths.manifest(id))]
 
     def temporary(self) -> list[Path]:
-        """Leftovers in the caches."""
-        return [path for path in self.folder.glob("node.*/**/*") if path.name.endswith(files.TEMPORARY)]
+        """Leftovers in the caches of the nodes that were in the last start."""
+        found = [path for node in sorted(set(self.nodes)) for path in self.folder.glob(f"node.{node}/**/*")]
+        return [path for path in found if path.name.endswith(files.TEMPORARY)]
+
+    def end_all(self, launch: Launch) -> None:
+        """All ranks and all agents die at once, as with the power: nothing is left in memory."""
+        for agent in self.agents():  # ranks too
+            agent.signal(signal.SIGSTOP)
+            agent.close()
+        launch.kill()
+        self.kill_agents()
+        launch.end_store()
+
+    def check_nothing_left(self) -> None:
+        super().check_nothing_left()
+        assert not self.temporary(), self.temporary()

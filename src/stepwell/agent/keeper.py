@@ -72,6 +72,7 @@ class Keeper(Persister):
         """What was said of this rank's records, which never change."""
         self._since_flush = 0
         self._whole: list[CheckpointId] = []
+        self._has_recalled = False
 
     # -- this rank's part ---------------------------------------------------------------------------------------------
 
@@ -245,8 +246,19 @@ class Keeper(Persister):
         self._keep_decision(id, state["manifest"].encode(), state["level"].encode())
         return True
 
+    def _recall(self) -> None:
+        """What an agent of this start before this one knew: what is whole, and on its way to the shared place."""
+        if self._has_recalled:
+            return
+        for id in reversed(cache.steps(self.paths)):
+            if id.lineage == self._lineage and files.exists(self.paths.manifest(id)) and id not in self._whole:
+                self._whole = sorted([*self._whole, id])
+                self._pass_on(id)
+        self._has_recalled = True
+
     def _note_whole(self, pending: Pending) -> None:
         id, record = pending.id, pending.record
+        self._recall()
         if id not in self._whole:
             self._whole.append(id)
             self._whole.sort()
@@ -354,8 +366,11 @@ class Keeper(Persister):
 
     def sweep(self, lineage: int) -> bool:
         """Remove what agents that died left under temporary names."""
+        self._recall()
         for id in cache.steps(self.paths):
             commit.sweep(self.paths.checkpoint(id), self.owner)
+        for path in room.left_over(self.paths, lineage):
+            files.remove(path)
         for name in files.list_names(self.paths.root):
             if is_left_over(name, lineage):
                 files.remove(self.paths.root / name)

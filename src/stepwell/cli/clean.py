@@ -24,8 +24,8 @@ from stepwell.store.objects import Location, ObjectPath
 from stepwell.store.paths import RunPaths
 
 _BY_PROCESS: Final = re.compile(r"\.(\d+)\.tmp$")
-_IN_RUN: Final = re.compile(r"^(run|storage)\.json\.\d+\.tmp$|^spare\..+\.l\d+\.tmp$")
-_IN_LINEAGES: Final = re.compile(r"^\d+\.json\.\d+\.tmp$")
+_IN_RUN: Final = re.compile(r"^(run|storage)\.json(\.\d+)+\.tmp$|^spare\..+\.l\d+\.tmp$")
+_IN_LINEAGES: Final = re.compile(r"^\d+\.json(\.\d+)+\.tmp$")
 
 
 @dataclass(frozen=True)

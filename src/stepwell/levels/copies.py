@@ -7,6 +7,7 @@ Holds:   a name means whole and verified bytes; what is broken off leaves nothin
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -67,14 +68,25 @@ def keep_shard(paths: RunPaths, record: Record, data: bytes, fill: Fill) -> None
     for file in record.files:
         final = directory / file.name
         assert isinstance(final, Path)
-        facts = files.facts(final)
-        if facts is not None and facts.nbytes == file.nbytes:
-            continue  # named, so it is whole: an agent before this one died between two files
+        if _is_good(final, file):
+            continue  # an agent before this one died between two files
         source = older.get(file)
         if source is None or not commit.share_file(source, final):
             _write(final, file, fill)
     crash_point("copy.files")
-    files.put_new(directory / commit.record_name(record.owner), data, point="copy.record")
+    place = directory / commit.record_name(record.owner)
+    if not files.put_new(place, data, point="copy.record") and files.get(place) != data:
+        files.put(place, data, point="copy.record")  # what was there cannot be read, or these would not be its files
+
+
+def _is_good(place: Path, file: FileEntry) -> bool:
+    """Whether this very content is there: a file that was found damaged has the right name and length too."""
+    facts = files.facts(place)
+    if facts is None or facts.nbytes != file.nbytes:
+        return False
+    with contextlib.suppress(OSError, DamagedError), open(files.open_regular(place), "rb", buffering=0) as source:
+        return all(block_digest(source.read(file.block_bytes)) == expected for expected in file.blocks)
+    return False
 
 
 def _older(paths: RunPaths, record: Record) -> dict[FileEntry, Path]:

@@ -7,11 +7,13 @@ Holds:   a duty is done when its documents are there, and they are written last.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepwell.errors import DamagedError
 from stepwell.format.record import FileEntry, Record
 from stepwell.levels import sets
 from stepwell.levels.cache import Held
@@ -62,7 +64,9 @@ class Duties:
         directory = paths.checkpoint(id)
         if not all(files.exists(directory / record_name(Owner(rank))) for rank in self.copies):
             return False
-        found = find_parity(paths, id, self.rank) if self.members else None
+        found = None
+        with contextlib.suppress(DamagedError):  # then it is made again
+            found = find_parity(paths, id, self.rank) if self.members else None
         return not self.members or (found is not None and found.members == self.members)
 
     def do(self, paths: RunPaths, id: CheckpointId, run: str, peers: Peers) -> int | None:

@@ -6,13 +6,16 @@ Holds:   holders are counted by node, found by what lies there; what a rank numb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from stepwell.levels.cache import Held, dump_held, load_held
 from stepwell.levels.codes import Layout, survives
 from stepwell.types import CheckpointId
+
+Place = tuple[str, int, str]
+"""Something on a node: `shard` or `parity`, of which rank, and the node."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,17 @@ class Inventory:
 
     def __init__(self, nodes: Mapping[str, Node]) -> None:
         self.nodes = nodes
+
+    def without(self, doubted: Collection[Place]) -> Inventory:
+        """As if what was found damaged, or could not be had, were not there."""
+        left = {
+            name: Node(
+                [item for item in node.shards if ("shard", item.rank, name) not in doubted],
+                [item for item in node.parity if ("parity", item.rank, name) not in doubted],
+            )
+            for name, node in self.nodes.items()
+        }
+        return Inventory(left)
 
     @property
     def shards(self) -> list[Held]:

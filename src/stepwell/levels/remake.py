@@ -7,10 +7,10 @@ Not:     whether it can be done (inventory), computing and keeping it (parity).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from stepwell.errors import DamagedError
+from stepwell.errors import DamagedError, PeerError
 from stepwell.format.checksum import document_digest
 from stepwell.format.parity import Parity, parity_name
 from stepwell.format.record import FileEntry, Record
@@ -18,7 +18,7 @@ from stepwell.levels import cache
 from stepwell.levels.copies import Fill, fetch_record
 from stepwell.levels.duties import near_fill, near_shard
 from stepwell.levels.fetch import Peer
-from stepwell.levels.inventory import HeldParity, Inventory, Loss, Node
+from stepwell.levels.inventory import HeldParity, Inventory, Loss, Node, Place
 from stepwell.levels.parity import Shard, find_parity, rebuild, record_copy
 from stepwell.store import files
 from stepwell.store.paths import RunPaths
@@ -74,27 +74,51 @@ class Reach:
         peer = self.peer(node)
 
         def fill(file: FileEntry, start: int, buffer: memoryview) -> None:
-            peer.read(self.id.directory, file.name, start, len(buffer), buffer)
+            try:
+                peer.read(self.id.directory, file.name, start, len(buffer), buffer)
+            except PeerError as error:
+                raise DamagedError(str(error), path=file.name) from error
 
         return fill
 
 
 def remake(paths: RunPaths, id: CheckpointId, run: str, found: Inventory, loss: Loss, reach: Reach) -> None:
-    """Hold a lost rank's shard on this node. On return it is durable. Raises OSError or DamagedError."""
+    """Hold a lost rank's shard on this node. On return it is durable.
+
+    Raises OSError or DamagedError; its field `place` says what is not what it should be, if one thing is.
+    """
     parity, lost = loss.parity, loss.lost
-    alive = [at for at in range(len(parity.members)) if at not in lost]
     shards, rows = {}, {}
-    for at in alive:
-        holders = found.holders(parity.members[at])
+    places: dict[str, Place] = {}
+    for at, member in enumerate(parity.members):
+        if at in lost:
+            continue
+        holders = found.holders(member)
         node = next(name for name in _nearest(holders, reach.node) if holders[name].digest == parity.digests[at])
-        shards[at] = reach.shard(node, holders[node])
+        with _doubting(("shard", member, node)):
+            shards[at] = reach.shard(node, holders[node])
+        places |= {file.name: ("shard", member, node) for file in shards[at][1].files}
         keepers = found.parity_holders(parity, at)
         node = _nearest(keepers, reach.node)[0]
-        rows[at] = reach.parity(node, keepers[node])
+        with _doubting(("parity", member, node)):
+            rows[at] = reach.parity(node, keepers[node])
+        places[rows[at][0].file.name] = ("parity", member, node)
     document = next(iter(rows.values()))[0]
-    position = parity.members.index(loss.rank)
-    reference = document.records[position]
-    rebuild(paths, _record(found, loss, reference.nbytes, reach), document, lost, shards, rows)
+    reference = document.records[parity.members.index(loss.rank)]
+    wanted = _record(found, loss, reference.nbytes, reach)
+    try:
+        rebuild(paths, wanted, document, lost, shards, rows)
+    except DamagedError as error:
+        raise DamagedError(str(error), place=places.get(str(error.fields.get("path")))) from error
+
+
+@contextlib.contextmanager
+def _doubting(place: Place) -> Iterator[None]:
+    """What cannot be had from there is as good as lost there."""
+    try:
+        yield
+    except (OSError, DamagedError) as error:
+        raise DamagedError(str(error), place=place) from error
 
 
 def _record(found: Inventory, loss: Loss, nbytes: int, reach: Reach) -> tuple[bytes, Record]:

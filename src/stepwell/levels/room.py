@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
+from typing import Final
 
 from stepwell.levels import cache
 from stepwell.levels.orders import Orders
+from stepwell.store import files
+from stepwell.store.objects import Location
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
+
+_BY_PROCESS: Final = re.compile(r"\.(\d+)\.tmp")
+
+
+def left_over(paths: RunPaths, lineage: int) -> list[Location]:
+    """Temporary files whose writers are gone: processes that are not there, or of an earlier start.
+
+    Whoever still writes under such a name, in a container of its own, is told by the missing name, and tries again.
+    """
+    found: list[Location] = []
+    for id in cache.steps(paths):
+        for name in files.list_names(paths.checkpoint(id)):
+            if name.endswith(files.TEMPORARY):
+                named = _BY_PROCESS.search(name)
+                is_gone = id.lineage < lineage if named is None else not os.path.exists(f"/proc/{named[1]}")
+                found += [paths.checkpoint(id) / name] if is_gone else []
+    return found
 
 
 def surplus(paths: RunPaths, orders: Orders, rank: int, whole: Sequence[CheckpointId]) -> list[CheckpointId]:

@@ -241,7 +241,10 @@ def put_new(path: Location, data: bytes, *, point: str) -> bool:
 
 
 def _write_temporary(path: Path, data: bytes) -> Path:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
+    # Not by the process alone: those of other containers, or machines, have the same numbers, and one that begins to
+    # write under this name would empty what another one has just linked.
+    token = int.from_bytes(os.urandom(4), "little")
+    temporary = path.with_name(f"{path.name}.{token}.{os.getpid()}{TEMPORARY}")
     fd = create(temporary)
     try:
         write_at(fd, memoryview(data), 0, temporary)

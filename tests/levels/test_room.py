@@ -1,0 +1,74 @@
+"""What goes from a node's cache, and what stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from stepwell import journal
+from stepwell.agent.keeper import Keeper
+from stepwell.agent.writer import Writer
+from stepwell.levels.cache import Level
+from stepwell.levels.orders import Orders, Seat, run_cache
+from stepwell.levels.secret import draw_secret
+from stepwell.levels.spec import Pairs, Shared
+from stepwell.types import CheckpointId, Keep, Owner
+from tests.levels.field import RUN
+
+
+def make_keeper(place: Path, lineage: int = 2, rank: int = 0) -> Keeper:
+    """The agent's keeper of one rank of two, on nodes of their own; the other one cannot be reached."""
+    seats = (Seat("a", "a", "127.0.0.1", 1), Seat("b", "b", "127.0.0.1", 1))
+    orders = Orders(str(place), RUN, 2, Pairs(), Shared(), draw_secret(), seats)
+    log = journal.EventLog(Path(os.devnull), who="agent")
+    return Keeper(orders, Owner(rank, 2), log, Writer(), lineage=lineage, patience=5.0)
+
+
+def test_what_processes_that_died_left_is_removed_and_what_others_write_is_not(tmp_path: Path) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    root = Path(str(run_cache(tmp_path, RUN).root))
+    old, new = CheckpointId(3, 0, 1), CheckpointId(6, 0, 2)
+    for id in (old, new):
+        (root / id.directory).mkdir(parents=True)
+    gone = [
+        root / new.directory / f"parity-00001.bin.{process.pid}.tmp",
+        root / new.directory / f"rank-00001.safetensors.{process.pid}.tmp",
+        root / new.directory / f"level.json.12345.{process.pid}.tmp",
+        root / new.directory / "rank-00000.safetensors.tmp",  # this rank's own: it has one writer
+        root / old.directory / "rank-00001.safetensors.tmp",
+        root / "spare.rank-00001.l0001.tmp",
+    ]
+    kept = [
+        root / new.directory / f"rank-00001.safetensors.{os.getpid()}.tmp",
+        root / new.directory / "rank-00001.safetensors.tmp",
+        root / new.directory / "rank-00001.json",
+        root / "spare.rank-00001.l0002.tmp",
+        tmp_path / "runs" / "fedcba9876543210" / old.directory / f"rank-00001.json.{process.pid}.tmp",
+    ]
+    kept[-1].parent.mkdir(parents=True)
+    for path in gone + kept:
+        path.write_bytes(b"x")
+    make_keeper(tmp_path).sweep(2)
+    assert [path for path in gone if path.exists()] == []
+    assert [path for path in kept if not path.exists()] == []
+
+
+def test_an_agent_that_comes_later_knows_what_is_whole_and_what_has_to_go_on(tmp_path: Path) -> None:
+    """Its predecessor of the same start died; checkpoints of an earlier start are not whole by their manifest alone."""
+    keeper, added = make_keeper(tmp_path), []
+    keeper.on_whole = added.append
+    ids = [CheckpointId(3, 0, 1), *(CheckpointId(step, 0, 2) for step in (6, 9, 12))]
+    for id in ids:
+        directory = Path(str(keeper.paths.checkpoint(id)))
+        directory.mkdir(parents=True)
+        (directory / "level.json").write_bytes(Level(flush=id.step in (3, 6, 9)).dump())
+        (directory / "manifest.json").write_bytes(b"{}")
+    (Path(str(keeper.paths.checkpoint(ids[2]))) / "rank-00000.flushed").touch()
+    keeper.sweep(2)
+    assert added == [ids[1]] and keeper.has_newer(ids[2]) and not keeper.has_newer(ids[3])
+    assert keeper.state(ids[0])["newest"] == ids[3].directory
+    keeper.prune(2, Keep())
+    left = sorted(path.name for path in Path(str(keeper.paths.root)).iterdir())
+    assert left == [id.directory for id in ids[1:]], "what is not carried yet stays"

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from stepwell.journal import read_events
 from stepwell.launch.table import Table, decode
 from tests.crash.harness import Process, _read, wait_for
 
@@ -178,6 +179,21 @@ class Cluster:
 
     def rounds(self) -> int:
         return len({note["lineage"] for note in self.notes() if "begin" in note})
+
+    def wait_saved(self) -> None:
+        """Until this start of the workers has a checkpoint that is whole, in the caches or in the run."""
+
+        def is_saved() -> bool:
+            newest = f".l{len(list((self.folder / 'run' / 'lineage').glob('*.json'))):04d}"
+            return any(newest in path.parent.name for path in self.folder.glob("**/step-*/manifest.json"))
+
+        self.wait(is_saved, "a checkpoint is whole")
+
+    def sources(self) -> list[str]:
+        """Where rank 0 restored from, in order."""
+        return [
+            event["source"] for event in read_events(self.folder / "run" / "events.jsonl") if event["kind"] == "restore"
+        ]
 
     def wait_steps(self, more: int = 1, after: float = 0.0) -> float:
         """Until all ranks did some steps after a moment. When the first of them was."""

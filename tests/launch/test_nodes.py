@@ -22,6 +22,7 @@ def wait_for_spares(cluster: Cluster, spares: int) -> None:
 
 def crash_worker(cluster: Cluster, name: str) -> None:
     """Its worker ends in the next step; wait until all ranks make steps again."""
+    cluster.wait_saved()
     rounds, at = cluster.rounds(), time.monotonic()
     (cluster.folder / f"crash.{name}").touch()
     back(cluster, "worker crash", at, rounds)
@@ -37,6 +38,7 @@ def back(cluster: Cluster, what: str, at: float, rounds: int) -> None:
 
 def lose(cluster: Cluster, what: str, *names: str) -> None:
     """Kill nodes with their caches; wait until all ranks make steps again."""
+    cluster.wait_saved()
     rounds = cluster.rounds()
     at = [cluster.lose(name) for name in names]
     back(cluster, what, at[0], rounds)
@@ -60,6 +62,7 @@ def test_a_worker_crash_moves_nobody_and_a_dead_node_only_its_spare(
     assert cluster.ranks() == before
     assert cluster.rounds() == 2  # and the spare, which waited all the time, made nobody restart
     lose(cluster, "node of rank 0 killed", before[0])
+    assert cluster.sources()[-1] == "node"  # what the other one held for it
     assert replaced(before, cluster.ranks()) == {before[0]: spare}
     assert cluster.codes([before[1], spare]) == {before[1]: 0, spare: 0}
     assert cluster.rounds() == 3 and cluster.table().restarts == 2

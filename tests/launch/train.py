@@ -1,4 +1,4 @@
-"""A worker of one of the nodes: trains a little, checkpoints into the shared run, and notes every step for its node.
+"""A worker of one of the nodes: trains a little, checkpoints into the node's cache, and notes every step for its node.
 
 LAUNCH_FOLDER is the test's folder, LAUNCH_NAME the node's name. `crash.NAME` in the folder makes the workers of that
 node end once, in their next step.
@@ -46,8 +46,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     data = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(2))
     loader = stepwell.DataLoader(torch.utils.data.TensorDataset(data), BATCH, shuffle=True)
+    # In STEPWELL_CACHE, which is lost with the node; the undisturbed run has none.
+    levels = [stepwell.Node(), stepwell.Shared(every=5)] if "STEPWELL_CACHE" in os.environ else None
+    tracked = {"model": model, "optimizer": optimizer}
     ckpt = stepwell.Checkpointer(
-        FOLDER / "run", policy=stepwell.Every(steps=2), data=loader, seed=7, model=model, optimizer=optimizer
+        FOLDER / "run", policy=stepwell.Every(steps=2), levels=levels, data=loader, seed=7, **tracked
     )
     ckpt.restore()
     note(

@@ -24,6 +24,7 @@ from stepwell.errors import StepwellError, VoidError
 from stepwell.faults import crash_point
 from stepwell.format.checksum import document_digest
 from stepwell.format.manifest import Void
+from stepwell.format.parity import parity_name
 from stepwell.format.record import Record
 from stepwell.levels import cache, room, verdict
 from stepwell.levels.cache import Level
@@ -39,6 +40,8 @@ from stepwell.types import CheckpointId, Keep, Owner
 
 _TRIES: Final = 3
 """How often a duty is tried before the checkpoint is called degraded."""
+_MOST_UNDECIDED: Final = 4
+"""Parts of newer checkpoints on this node that wait for a rank: its disk must not be filled with them."""
 
 
 class Keeper(Persister):
@@ -70,6 +73,8 @@ class Keeper(Persister):
         self._since_flush = 0
         self._whole: list[CheckpointId] = []
         self._has_recalled = False
+        self._words: dict[CheckpointId, str] = {}
+        self._undecided: set[CheckpointId] = set()
 
     # -- this rank's part ---------------------------------------------------------------------------------------------
 
@@ -101,10 +106,12 @@ class Keeper(Persister):
     def settle(self, pending: Pending, record: Record, started: float) -> bool:
         """All files are durable: the record, for whoever asks."""
         pending.record = assemble.leave_record(self.paths, record)
+        self._undecided.add(pending.id)
         return False
 
     def void(self, void: Void) -> None:
-        """This rank has no part in a checkpoint: the next one who asks is told."""
+        """This rank has no part in a checkpoint: the next one who asks is told, even if the disk is full."""
+        self._words[void.id] = f"rank {void.rank}: {void.reason}"
         assert isinstance(self.paths.root, Path)
         self.paths.root.mkdir(parents=True, exist_ok=True)
         files.make_directory(self.paths.checkpoint(void.id))
@@ -142,15 +149,15 @@ class Keeper(Persister):
             assert record is not None
             held = {"digest": document_digest(data), "nbytes": len(data), "data_bytes": record.nbytes}
             held |= {"suspect": record.suspect, "copies": record.copies}
-        void = f"{self.owner.stem}.void"
+        void, word = f"{self.owner.stem}.void", self._words.get(id)
         level = cache.read_level(paths, id) if "manifest.json" in names else None
         return {
             "held": held,
             "is_ready": id in self._done or self._duties.is_done(paths, id),
             "failed": self._failed.get(id),
             "unprotected": self._duties.why_not,
-            "void": assemble.say(directory / void) if void in names else None,
-            "ended": assemble.say(paths.void(id)) if "void.json" in names else None,
+            "void": assemble.say(directory / void) if void in names else word,
+            "ended": assemble.say(paths.void(id)) if "void.json" in names else word if self.owner.is_leader else None,
             "manifest": None if level is None else files.get(paths.manifest(id)).decode(),
             "level": None if level is None else level.dump().decode(),
             "newest": self._whole[-1].directory if self._whole else "",
@@ -182,15 +189,19 @@ class Keeper(Persister):
         states = {rank: state for rank, state in asked.items() if state is not None}
         try:
             missing = verdict.missing(states, world_size)
-            if missing and waited > self.patience:
-                raise VoidError(f"no part within {waited:.0f} s", rank=missing[0])
+            newer = sum(other > id for other in self._undecided)
+            if missing and (waited > self.patience or newer >= _MOST_UNDECIDED):
+                why = f"no part within {waited:.0f} s, and {newer} newer checkpoints wait for this one"
+                raise VoidError(why, rank=missing[0])
             if missing:
                 return False
             verdict.check_copies(states)
         except VoidError as error:
             rank = int(str(error.fields.get("rank", 0)))
             reason = str(error).removeprefix(f"rank {rank}: ")
-            files.put_new(self.paths.void(id), Void(pending.run, id, rank, reason).dump(), point="void")
+            self._words[id] = f"rank {rank}: {reason}"
+            with contextlib.suppress(OSError):  # a full disk: the others are told all the same
+                files.put_new(self.paths.void(id), Void(pending.run, id, rank, reason).dump(), point="void")
             raise
         if verdict.unready(states) and waited < self.patience:
             return False
@@ -241,6 +252,7 @@ class Keeper(Persister):
 
     def _note_whole(self, pending: Pending) -> None:
         id, record = pending.id, pending.record
+        self._undecided.discard(id)
         self._recall()
         if id not in self._whole:
             self._whole.append(id)
@@ -268,10 +280,15 @@ class Keeper(Persister):
         return "; ".join(f"rank {rank}: {reason}" for rank, reason in level.degraded.items())
 
     def _withdraw(self, id: CheckpointId) -> None:
-        """It is void: this rank's bytes go at once."""
+        """It is void: this rank's bytes go at once, and those it holds for others."""
         directory = self.paths.checkpoint(id)
-        for name in cache.owner_files(self.paths, id, self.owner):
-            if not name.endswith(".void") and not self._keep_spare(directory / name):
+        self._undecided.discard(id)
+        for rank in (self.owner.rank, *self._duties.copies):
+            for name in cache.owner_files(self.paths, id, Owner(rank)):
+                if not name.endswith(".void") and not self._keep_spare(directory / name):
+                    files.remove(directory / name)
+        for name in files.list_names(directory):
+            if name.startswith(parity_name(self.owner.rank).removesuffix("json")):
                 files.remove(directory / name)
 
     def _keep_spare(self, path: Any) -> bool:
@@ -346,6 +363,7 @@ class Keeper(Persister):
         for known in (self._tries, self._failed):
             for id in known.keys() - there:
                 del known[id]
+        self._words = {id: word for id, word in self._words.items() if not self.has_newer(id)}
 
     def sweep(self, lineage: int) -> bool:
         """Remove what agents that died left under temporary names."""

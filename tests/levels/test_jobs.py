@@ -156,3 +156,17 @@ def test_agents_are_killed_while_training_goes_on(protect: str, make_job: MakeJo
     wait_for(lambda: job.flushed()[-1] == 36, "the end is in the shared place")
     assert len(job.flushed()) >= 2
     check(job, straight(4, *ARGUMENTS))
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_often_still_reaches_the_shared_place(make_job: MakeJob) -> None:
+    """Every sixth checkpoint goes there, and no start lives to see six."""
+    job = make_job("job", "--sleep", 0.05, "--protect", "Pairs()", "--flush", 6, *ARGUMENTS, kind=Cluster)
+    for nodes in ("ab", "ba", "ab"):
+        launch = job.start(nodes)
+        job.wait_committed(job.newest_step() + 6, launch)
+        job.end_all(launch)
+    launch = job.start("ab")
+    job.wait_while_alive(launch, lambda: job.flushed(), "something is in the shared place")
+    made = {event["step"] for event in job.events("commit") if event["lineage"] == 4}
+    assert len(made) < 6, "the count goes on from start to start"

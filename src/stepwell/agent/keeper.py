@@ -70,7 +70,6 @@ class Keeper(Persister):
         self._tries: dict[CheckpointId, int] = {}
         self._failed: dict[CheckpointId, str] = {}
         self._done: set[CheckpointId] = set()
-        self._since_flush = 0
         self._whole: list[CheckpointId] = []
         self._has_recalled = False
         self._words: dict[CheckpointId, str] = {}
@@ -211,14 +210,22 @@ class Keeper(Persister):
     def _decide(self, pending: Pending, states: verdict.States) -> None:
         """Let it be whole: first what is to become of it, then the manifest."""
         degraded = verdict.degraded(states)
-        self._since_flush += 1
-        is_due = self._since_flush >= self.orders.shared.every and self.may_flush()
+        since = self._since_flush(pending.id) + 1
+        is_due = since >= self.orders.shared.every and self.may_flush()
         flush = bool(pending.meta.get("flush")) or is_due
-        self._since_flush = 0 if flush else self._since_flush
         manifest = verdict.make_manifest(pending.run, pending.id, pending.meta, states)
-        self._keep_decision(pending.id, manifest.dump(), Level(flush, degraded).dump())
+        self._keep_decision(pending.id, manifest.dump(), Level(flush, degraded, 0 if flush else since).dump())
         if degraded:
             self.log.emit(Degraded(step=pending.id.step, ranks=sorted(map(int, degraded)), reasons=degraded))
+
+    def _since_flush(self, id: CheckpointId) -> int:
+        """How many were whole since one was carried on: as the newest before this one says, whoever decided that."""
+        for other in cache.steps(self.paths):
+            if other < id and other.directory not in self.orders.dead:
+                level = cache.read_level(self.paths, other)
+                if level is not None:
+                    return level.since
+        return 0
 
     def _keep_decision(self, id: CheckpointId, manifest: bytes, level: bytes) -> None:
         files.put_new(self.paths.checkpoint(id) / "level.json", level, point="level")

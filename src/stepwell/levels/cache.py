@@ -48,14 +48,19 @@ class Held:
 
 @dataclass(frozen=True)
 class Level:
-    """What rank 0 decided about a whole checkpoint. degraded: ranks whose redundancy could not be made, and why."""
+    """What rank 0 decided about a whole checkpoint.
+
+    degraded:  ranks whose redundancy could not be made, and why
+    since:     how many, with this one, were not carried to the shared place since one was
+    """
 
     flush: bool
     degraded: dict[str, str] = field(default_factory=dict)
+    since: int = 0
 
     def dump(self) -> bytes:
         """Bytes of `level.json`."""
-        return seal({"format": LEVEL, "flush": self.flush, "degraded": self.degraded})
+        return seal({"format": LEVEL, "flush": self.flush, "degraded": self.degraded, "since": self.since})
 
     @classmethod
     def load(cls, data: bytes, *, path: str) -> Level:
@@ -64,7 +69,8 @@ class Level:
         degraded = fields.raw("degraded")
         if not isinstance(degraded, dict):
             raise DamagedError(f"{path}: degraded is not of its form", path=path)
-        return cls(fields.flag("flush"), {str(rank): str(reason) for rank, reason in degraded.items()})
+        reasons = {str(rank): str(reason) for rank, reason in degraded.items()}
+        return cls(fields.flag("flush"), reasons, fields.integer("since"))
 
 
 def read_level(paths: RunPaths, id: CheckpointId) -> Level | None:

@@ -87,6 +87,7 @@ class Reopened:
             "keep": asdict(keep),
             "restored": "" if self.restored is None or self.is_resized else self.restored.directory,
             "linger": seconds_from("STEPWELL_LINGER", 60),
+            "storage": seconds_from("STEPWELL_CLOSE_SECONDS", 120),
             "patience": seconds_from("STEPWELL_GROUP_SECONDS", 600),
             "levels": None if self.orders is None else self.orders.dump(),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,50 @@ def test_agents_are_killed_while_training_goes_on(protect: str, make_job: MakeJo
     wait_for(lambda: job.flushed()[-1] == 36, "the end is in the shared place")
     assert len(job.flushed()) >= 2
     check(job, straight(4, *ARGUMENTS))
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_often_still_reaches_the_shared_place(make_job: MakeJob) -> None:
+    """Every sixth checkpoint goes there, and no start lives to see six."""
+    job = make_job("job", "--sleep", 0.05, "--protect", "Pairs()", "--flush", 6, *ARGUMENTS, kind=Cluster)
+    for nodes in ("ab", "ba", "ab"):
+        launch = job.start(nodes)
+        job.wait_committed(job.newest_step() + 6, launch)
+        job.end_all(launch)
+    launch = job.start("ab")
+    job.wait_while_alive(launch, lambda: job.flushed(), "something is in the shared place")
+    made = {event["step"] for event in job.events("commit") if event["lineage"] == 4}
+    assert len(made) < 6, "the count goes on from start to start"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("rank", [2, soak(0)])
+def test_an_agent_that_stands_still_holds_up_no_training(rank: int, make_job: MakeJob, straight: Straight) -> None:
+    """Checkpoints cannot be whole without it, and the nodes of the others do not fill up; then it goes on."""
+    arguments = ("--samples", SAMPLES, "--epochs", 20)
+    job = make_job("job", "--sleep", 0.03, "--protect", "Pairs()", "--flush", 99, *arguments, kind=Cluster)
+    launch = job.start("abcd")
+    job.wait_committed(6, launch)
+    frozen = job.agents_of(rank)
+    processes = [process for process in frozen if process.pid != launch.ranks[rank].pid]
+    assert len(processes) == 1
+    processes[0].signal(signal.SIGSTOP)
+    reached, most = job.ledger.last_step(0), 0
+
+    def has_gone_on() -> bool:
+        nonlocal most
+        most = max(most, *(len(list(Path(str(paths.root)).glob("step-*/*.safetensors"))) for paths in job.caches()))
+        return job.ledger.last_step(0) >= reached + 45
+
+    job.wait_while_alive(launch, has_gone_on, "training goes on")
+    print(f"most {most}")
+    newest = job.newest_step()
+    processes[0].signal(signal.SIGCONT)
+    job.wait_while_alive(launch, lambda: job.newest_step() > newest, "there is a newer one")
+    for process in frozen:
+        process.close()
+    launch.wait_well()
+    assert job.ledger.problem(SAMPLES, 20) is None
+    assert job.difference(straight(4, *arguments)) is None
+    job.check_nothing_left()

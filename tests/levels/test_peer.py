@@ -204,6 +204,19 @@ def test_a_full_house_is_closed_at_once_and_a_place_that_is_free_again_is_taken(
         assert waiting.result(SECONDS) == {"question": "hello"}
 
 
+def test_more_nodes_than_places_are_all_served(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of a large job ask rank 0 again and again, and keep their connections."""
+    monkeypatch.setattr("stepwell.levels.serve.MAX_CONNECTIONS", 8)
+    peers = [node.peer() for _ in range(30)]
+    for _ in range(3):
+        for peer in peers:
+            assert peer.ask("hello") == {"question": "hello"}
+    with ThreadPoolExecutor(30) as pool:
+        answers = [pool.submit(peer.ask, "hello") for peer in peers for _ in range(5)]
+        assert all(answer.result(SECONDS) == {"question": "hello"} for answer in answers)
+    until(lambda: len(node.server._members) <= 8)
+
+
 def test_closing_ends_everything(stack: ExitStack, tmp_path: Path) -> None:
     node = Node(stack, tmp_path)
     socks = [node.member(), node.member(), node.call()]

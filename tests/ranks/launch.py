@@ -102,6 +102,8 @@ class Job(Run):
         self.ledger = Ledger(folder / "ledger")
         self.launches: list[Launch] = []
         self.world = 0
+        self._inside = 0
+        """The process whose mounts the ranks see; 0: as everybody."""
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
@@ -135,7 +137,12 @@ class Job(Run):
         return [self.script, self.where, *arguments]
 
     def _fork(self, command: list[object], env: Mapping[str, str], log: Path) -> Trainer:
-        request = {"start": [str(part) for part in command], "env": dict(env), "log": str(log), "namespace": 0}
+        request = {
+            "start": [str(part) for part in command],
+            "env": dict(env),
+            "log": str(log),
+            "namespace": self._inside,
+        }
         self.trainers.append(Trainer(self.server, request))
         return self.trainers[-1]
 

@@ -31,6 +31,8 @@ from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 
 _RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
+_STILL_SECONDS: Final = 30.0
+"""Without a block carried, a system call hangs."""
 _MOST: Final = 2
 """Periodic ones that wait or are under way: more wait for the next turn, so that a slow place is not run after."""
 
@@ -54,6 +56,8 @@ class Flusher:
         self._is_closed = False
         self.on_flushed: Callable[[CheckpointId], None] = lambda id: None
         self._frozen: tuple[FileEntry, Location] | None = None
+        self._is_failing = False
+        self._moved_at = 0.0
 
     def start(self) -> None:
         """Begin to work."""
@@ -75,6 +79,12 @@ class Flusher:
     def is_idle(self) -> bool:
         """Whether all is carried."""
         return not self._waiting
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether one is on its way, and gets on."""
+        is_still = time.monotonic() - self._moved_at > _STILL_SECONDS
+        return not self.is_idle and not self._is_failing and not is_still
 
     def close(self) -> None:
         """No more, once the running one is done."""
@@ -98,7 +108,9 @@ class Flusher:
     def _carry_surely(self, id: CheckpointId) -> None:
         """Until it is there, or can never be."""
         failures, started = 0, time.monotonic()
+        self._is_failing = False
         while not self._is_closed:
+            self._moved_at = time.monotonic()
             try:
                 nbytes = self._carry(id)
                 self._log.emit(Flush(step=id.step, nbytes=nbytes, seconds=time.monotonic() - started))
@@ -112,6 +124,7 @@ class Flusher:
                 if is_final:
                     self._say_void(id, error)
                     break
+                self._is_failing = True  # until it has worked: a try that hangs is no better
                 with self._changed:
                     self._changed.wait(_RETRY_SECONDS[min(failures, len(_RETRY_SECONDS) - 1)])
                 failures += 1
@@ -162,6 +175,7 @@ class Flusher:
                 raise VoidError(f"rank {found[0]}: {void.reason}")
             if self._is_closed:
                 raise VoidError("the run ends")
+            self._moved_at = time.monotonic()
             time.sleep(pause)
             pause = min(1.0, 1.5 * pause)
 
@@ -183,6 +197,7 @@ class Flusher:
                     if block_digest(block) != expected:
                         raise DamagedError(f"{place}: block {number} is not what its record says", path=str(place))
                     stream.write(memoryview(block))
+                    self._moved_at = time.monotonic()
                     self._slow_down(started, number * file.block_bytes + len(block))
                     if number == len(file.blocks) // 2:
                         crash_point("flush.middle")

@@ -24,6 +24,7 @@ from stepwell.errors import FencedError, StepwellError, VoidError
 from stepwell.faults import crash_point
 from stepwell.format.checksum import document_digest
 from stepwell.format.manifest import Void
+from stepwell.format.parity import parity_name
 from stepwell.format.record import Record
 from stepwell.levels import cache, room, verdict
 from stepwell.levels.cache import Level
@@ -40,6 +41,8 @@ from stepwell.types import CheckpointId, Keep, Owner
 
 _TRIES: Final = 3
 """How often a duty is tried before the checkpoint is called degraded."""
+_MOST_UNDECIDED: Final = 4
+"""Parts of newer checkpoints on this node that wait for a rank: its disk must not be filled with them."""
 
 
 class Keeper(Persister):
@@ -70,9 +73,10 @@ class Keeper(Persister):
         self._done: set[CheckpointId] = set()
         self._known: dict[CheckpointId, dict[str, Any]] = {}
         """What was said of this rank's records, which never change."""
-        self._since_flush = 0
         self._whole: list[CheckpointId] = []
         self._has_recalled = False
+        self._words: dict[CheckpointId, str] = {}
+        self._undecided: set[CheckpointId] = set()
 
     # -- this rank's part ---------------------------------------------------------------------------------------------
 
@@ -114,10 +118,12 @@ class Keeper(Persister):
     def settle(self, pending: Pending, record: Record, started: float) -> bool:
         """All files are durable: the record, for whoever asks."""
         pending.record = assemble.leave_record(self.paths, record)
+        self._undecided.add(pending.id)
         return False
 
     def void(self, void: Void) -> None:
-        """This rank has no part in a checkpoint: the next one who asks is told."""
+        """This rank has no part in a checkpoint: the next one who asks is told, even if the disk is full."""
+        self._words[void.id] = f"rank {void.rank}: {void.reason}"
         assert isinstance(self.paths.root, Path)
         self.paths.root.mkdir(parents=True, exist_ok=True)
         files.make_directory(self.paths.checkpoint(void.id))
@@ -133,15 +139,7 @@ class Keeper(Persister):
         id = CheckpointId.parse(str(fields.get("id")))
         if id is None or question not in ("state", "shards"):
             raise ValueError(f"no such question: {question}")
-        return self.state(id) if question == "state" else self._shards(id)
-
-    def _shards(self, id: CheckpointId) -> dict[str, Any]:
-        """Whose shards of a checkpoint this node holds, and what was decided about it."""
-        manifest, level = self.paths.manifest(id), cache.read_level(self.paths, id)
-        is_known = level is not None and files.exists(manifest)
-        decision = [files.get(manifest).decode(), level.dump().decode()] if is_known and level is not None else None
-        items = cache.held(self.paths, id, self.orders.run)
-        return {"shards": cache.dump_held(items), "decision": decision}
+        return self.state(id) if question == "state" else cache.describe(self.paths, id, self.orders.run)
 
     def state(self, id: CheckpointId) -> dict[str, Any]:
         """What this rank can say about a checkpoint."""
@@ -152,15 +150,15 @@ class Keeper(Persister):
         if mine in names:
             held = self._known.get(id) or self._read(directory / mine)
             self._known[id] = held
-        void = f"{self.owner.stem}.void"
+        void, word = f"{self.owner.stem}.void", self._words.get(id)
         level = cache.read_level(paths, id) if "manifest.json" in names else None
         return {
             "held": held,
             "is_ready": id in self._done or self._duties.is_done(paths, id),
             "failed": self._failed.get(id),
             "unprotected": self._duties.why_not,
-            "void": assemble.say(directory / void) if void in names else None,
-            "ended": assemble.say(paths.void(id)) if "void.json" in names else None,
+            "void": assemble.say(directory / void) if void in names else word,
+            "ended": assemble.say(paths.void(id)) if "void.json" in names else word if self.owner.is_leader else None,
             "manifest": None if level is None else files.get(paths.manifest(id)).decode(),
             "level": None if level is None else level.dump().decode(),
             "newest": self._whole[-1].directory if self._whole else "",
@@ -199,15 +197,19 @@ class Keeper(Persister):
         states = {rank: state for rank, state in asked.items() if state is not None}
         try:
             missing = verdict.missing(states, world_size)
-            if missing and waited > self.patience:
-                raise VoidError(f"no part within {waited:.0f} s", rank=missing[0])
+            newer = sum(other > id for other in self._undecided)
+            if missing and (waited > self.patience or newer >= _MOST_UNDECIDED):
+                why = f"no part within {waited:.0f} s, and {newer} newer checkpoints wait for this one"
+                raise VoidError(why, rank=missing[0])
             if missing:
                 return False
             verdict.check_copies(states)
         except VoidError as error:
             rank = int(str(error.fields.get("rank", 0)))
             reason = str(error).removeprefix(f"rank {rank}: ")
-            files.put_new(self.paths.void(id), Void(pending.run, id, rank, reason).dump(), point="void")
+            self._words[id] = f"rank {rank}: {reason}"
+            with contextlib.suppress(OSError):  # a full disk: the others are told all the same
+                files.put_new(self.paths.void(id), Void(pending.run, id, rank, reason).dump(), point="void")
             raise
         if verdict.unready(states) and waited < self.patience:
             return False
@@ -217,14 +219,22 @@ class Keeper(Persister):
     def _decide(self, pending: Pending, states: verdict.States) -> None:
         """Let it be whole: first what is to become of it, then the manifest."""
         degraded = verdict.degraded(states)
-        self._since_flush += 1
-        is_due = self._since_flush >= self.orders.shared.every and self.may_flush()
+        since = self._since_flush(pending.id) + 1
+        is_due = since >= self.orders.shared.every and self.may_flush()
         flush = bool(pending.meta.get("flush")) or is_due
-        self._since_flush = 0 if flush else self._since_flush
         manifest = verdict.make_manifest(pending.run, pending.id, pending.meta, states)
-        self._keep_decision(pending.id, manifest.dump(), Level(flush, degraded).dump())
+        self._keep_decision(pending.id, manifest.dump(), Level(flush, degraded, 0 if flush else since).dump())
         if degraded:
             self.log.emit(Degraded(step=pending.id.step, ranks=sorted(map(int, degraded)), reasons=degraded))
+
+    def _since_flush(self, id: CheckpointId) -> int:
+        """How many were whole since one was carried on: as the newest before this one says, whoever decided that."""
+        for other in cache.steps(self.paths):
+            if other < id and other.directory not in self.orders.dead:
+                level = cache.read_level(self.paths, other)
+                if level is not None:
+                    return level.since
+        return 0
 
     def _keep_decision(self, id: CheckpointId, manifest: bytes, level: bytes) -> None:
         files.put_new(self.paths.checkpoint(id) / "level.json", level, point="level")
@@ -258,6 +268,7 @@ class Keeper(Persister):
 
     def _note_whole(self, pending: Pending) -> None:
         id, record = pending.id, pending.record
+        self._undecided.discard(id)
         self._recall()
         if id not in self._whole:
             self._whole.append(id)
@@ -280,15 +291,18 @@ class Keeper(Persister):
     def why_degraded(self, id: CheckpointId) -> str | None:
         """Which ranks have no protection, and why."""
         level = cache.read_level(self.paths, id)
-        if level is None or not level.degraded:
-            return None
-        return "; ".join(f"rank {rank}: {reason}" for rank, reason in level.degraded.items())
+        return None if level is None else level.why_degraded
 
     def _withdraw(self, id: CheckpointId) -> None:
-        """It is void: this rank's bytes go at once."""
+        """It is void: this rank's bytes go at once, and those it holds for others."""
         directory = self.paths.checkpoint(id)
-        for name in cache.owner_files(self.paths, id, self.owner):
-            if not name.endswith(".void") and not self._keep_spare(directory / name):
+        self._undecided.discard(id)
+        for rank in (self.owner.rank, *self._duties.copies):
+            for name in cache.owner_files(self.paths, id, Owner(rank)):
+                if not name.endswith(".void") and not self._keep_spare(directory / name):
+                    files.remove(directory / name)
+        for name in files.list_names(directory):
+            if name.startswith(parity_name(self.owner.rank).removesuffix("json")):
                 files.remove(directory / name)
 
     def _keep_spare(self, path: Any) -> bool:
@@ -330,13 +344,14 @@ class Keeper(Persister):
 
     def _rehold_part(self, id: CheckpointId) -> None:
         for rank in self.orders.one_of_each_node():
-            found = self.peers.shards(rank, id) if rank != self.owner.rank else self._shards(id)
+            is_here = rank == self.owner.rank
+            found = cache.describe(self.paths, id, self.orders.run) if is_here else self.peers.shards(rank, id)
             if found is None:
                 continue
             if found["decision"] is not None and files.is_directory(self.paths.checkpoint(id)):
                 self._keep_decision(id, *(text.encode() for text in found["decision"]))
             for item in cache.load_held(found["shards"]):
-                if item.rank == self.owner.rank and item.is_whole and rank != self.owner.rank:
+                if item.rank == self.owner.rank and item.is_whole and not is_here:
                     copy_shard(self.peers.peer(rank), self.paths, id, self.orders.run, item)
 
     # -- room ---------------------------------------------------------------------------------------------------------
@@ -363,6 +378,7 @@ class Keeper(Persister):
         self._tries = {id: tries for id, tries in self._tries.items() if id in there}
         self._failed = {id: why for id, why in self._failed.items() if id in there}
         self._known = {id: held for id, held in self._known.items() if id in there}
+        self._words = {id: word for id, word in self._words.items() if not self.has_newer(id)}
 
     def sweep(self, lineage: int) -> bool:
         """Remove what agents that died left under temporary names."""

@@ -98,7 +98,8 @@ class Agent:
         with self._lock:
             if self._closing and self.worker.is_idle:
                 return True
-            return self._leave_at is not None and self.worker.may_leave(self._leave_at) and not self._is_offering
+            late = 0.0 if self._leave_at is None else time.monotonic() - self._leave_at
+            return late > 0 and not self._is_offering and self.worker.may_leave(late)
 
     def _tend(self) -> None:
         """After each round: release slots, tell the trainer, wake the worker."""
@@ -160,7 +161,7 @@ class Agent:
             self.run_id, self.lineage = message["run"], message["lineage"]
             self.owner = Owner(message["rank"], message["world_size"])
             faults.set_rank(self.owner.rank)
-            self.linger_seconds = message["linger"]
+            self.linger_seconds, self.worker.storage_seconds = message["linger"], message.get("storage", 120.0)
             self.paths = RunPaths.at(message["root"], self.owner.rank)
             keep, orders = Keep(**message["keep"]), Orders.load(message.get("levels"))
             self.worker.serve(self.paths, self.owner, self.lineage, keep, message["patience"], orders)

@@ -32,8 +32,6 @@ from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 
 _RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
-_CARRY_SECONDS: Final = 600.0
-"""A shared place that hangs does not keep this process for ever."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ class Worker:
         self._writer = Writer()
         self.persister = Persister(RunPaths(Path()), self.log, self._writer, lineage=0)
         self.flusher: Flusher | None = None
+        self.storage_seconds = 120.0
         self._again: CheckpointId | None = None
         self._again_at = self._again_pause = 0.0
         self._is_leader = True
@@ -95,17 +94,17 @@ class Worker:
     def is_idle(self) -> bool:
         """Whether nothing is being done and nothing waits to be done."""
         is_done = self.busy is None and not self._sweeps_due and not self._voids and not self.queue.is_waiting()
-        return is_done and not self.is_carrying
+        return is_done and (self.flusher is None or self.flusher.is_idle)
 
-    @property
-    def is_carrying(self) -> bool:
-        """Whether something is on its way to the shared place."""
-        return self.flusher is not None and not self.flusher.is_idle
+    def may_leave(self, late_seconds: float) -> bool:
+        """Whether the process may end so long after its time. Not while something moves on to the shared place.
 
-    def may_leave(self, since: float) -> bool:
-        """Whether it is time to go, and nothing is under way that is worth staying for. Under the lock."""
-        is_carrying = self.is_carrying and time.monotonic() < since + _CARRY_SECONDS
-        return time.monotonic() > since and self.busy is None and not is_carrying
+        A place that fails is given as long as at any end of a run: nobody would ever end an agent that waits for it.
+        """
+        flusher = self.flusher
+        if self.busy is not None or flusher is None or flusher.is_idle:
+            return self.busy is None
+        return not flusher.is_moving and late_seconds > self.storage_seconds
 
     def start(self) -> None:
         """Begin to work."""

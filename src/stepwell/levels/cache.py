@@ -48,14 +48,24 @@ class Held:
 
 @dataclass(frozen=True)
 class Level:
-    """What rank 0 decided about a whole checkpoint. degraded: ranks whose redundancy could not be made, and why."""
+    """What rank 0 decided about a whole checkpoint.
+
+    degraded:  ranks whose redundancy could not be made, and why
+    since:     how many, with this one, were not carried to the shared place since one was
+    """
 
     flush: bool
     degraded: dict[str, str] = field(default_factory=dict)
+    since: int = 0
+
+    @property
+    def why_degraded(self) -> str | None:
+        """A sentence; None if it is protected."""
+        return "; ".join(f"rank {rank}: {reason}" for rank, reason in self.degraded.items()) or None
 
     def dump(self) -> bytes:
         """Bytes of `level.json`."""
-        return seal({"format": LEVEL, "flush": self.flush, "degraded": self.degraded})
+        return seal({"format": LEVEL, "flush": self.flush, "degraded": self.degraded, "since": self.since})
 
     @classmethod
     def load(cls, data: bytes, *, path: str) -> Level:
@@ -64,7 +74,8 @@ class Level:
         degraded = fields.raw("degraded")
         if not isinstance(degraded, dict):
             raise DamagedError(f"{path}: degraded is not of its form", path=path)
-        return cls(fields.flag("flush"), {str(rank): str(reason) for rank, reason in degraded.items()})
+        reasons = {str(rank): str(reason) for rank, reason in degraded.items()}
+        return cls(fields.flag("flush"), reasons, fields.integer("since"))
 
 
 def read_level(paths: RunPaths, id: CheckpointId) -> Level | None:
@@ -121,6 +132,15 @@ def dump_held(items: Iterable[Held]) -> list[list[Any]]:
 def load_held(values: Iterable[Sequence[Any]]) -> list[Held]:
     """What `dump_held` gave."""
     return [Held(*item) for item in values]
+
+
+def describe(paths: RunPaths, id: CheckpointId, run: str) -> dict[str, Any]:
+    """Whose shards of a checkpoint this node holds, and what was decided about it, as it is told to another node."""
+    manifest, level = paths.manifest(id), read_level(paths, id)
+    decision = None
+    if level is not None and files.exists(manifest):
+        decision = [files.get(manifest).decode(), level.dump().decode()]
+    return {"shards": dump_held(held(paths, id, run)), "decision": decision}
 
 
 def owner_files(paths: RunPaths, id: CheckpointId, owner: Owner) -> list[str]:

@@ -82,6 +82,7 @@ class PeerServer:
         self._refused: Counter[str] = Counter()
         self._guests: dict[Guest, None] = {}  # in the order they came
         self._members: dict[Stream, threading.Thread] = {}
+        self._resting: dict[Stream, None] = {}  # members that were served and wait, the longest first
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._root_fd = -1
@@ -177,7 +178,8 @@ class PeerServer:
                 if not self._is_closing.wait(_PAUSE_SECONDS):
                     logger.info("cannot take a connection of a peer: %s", error)
                 return
-            if len(self._members) + len(self._guests) >= MAX_CONNECTIONS or len(self._guests) >= MAX_GUESTS:
+            is_full = len(self._members) + len(self._guests) >= MAX_CONNECTIONS and not self._resting
+            if is_full or len(self._guests) >= MAX_GUESTS:
                 oldest = next(iter(self._guests), None)
                 if oldest is None:
                     self._count("full")
@@ -228,6 +230,10 @@ class PeerServer:
         del self._guests[guest]
         selector.unregister(guest.socket)
         stream = Stream(guest.socket)
+        if not self._make_room():
+            self._count("full")
+            stream.close()
+            return
         thread = threading.Thread(target=self._serve, args=(stream,), daemon=True, name="stepwell-peer")
         with self._lock:
             self._members[stream] = thread
@@ -237,12 +243,28 @@ class PeerServer:
             self._count("full")
             self._leave(stream)
 
+    def _make_room(self) -> bool:
+        """Where there are more nodes than places, who was served and has no wish now has to come in again."""
+        with self._lock:
+            if len(self._members) < MAX_CONNECTIONS:
+                return True
+            longest = next(iter(self._resting), None)
+            if longest is not None:
+                del self._resting[longest]
+                longest.hang_up()
+            return longest is not None
+
     # The thread of one peer
 
     def _serve(self, stream: Stream) -> None:
         try:
             while not self._is_closing.is_set():
-                self._exchange(stream, self._next_request(stream))
+                request = self._next_request(stream)
+                with self._lock:
+                    self._resting.pop(stream, None)
+                self._exchange(stream, request)
+                with self._lock:
+                    self._resting[stream] = None
         except ConnectionError:
             pass  # hung up, as everybody does in the end
         except DamagedError as error:
@@ -262,6 +284,7 @@ class PeerServer:
     def _leave(self, stream: Stream) -> None:
         with self._lock:
             del self._members[stream]
+            self._resting.pop(stream, None)
             stream.close()
 
     def _next_request(self, stream: Stream) -> Message:

@@ -184,11 +184,15 @@ class Keeper(Persister):
     def _lead(self, pending: Pending, waited: float) -> bool:
         """Rank 0: whether every rank holds its part, and has done its duties."""
         id, world_size = pending.id, self.owner.world_size
-        asked = {0: self.state(id)} | {rank: self.peers.state(rank, id) for rank in range(1, world_size)}
-        states = {rank: state for rank, state in asked.items() if state is not None}
+        newer = sum(other > id for other in self._undecided)
+        states = {0: self.state(id)}
+        for rank in range(1, world_size):
+            state = self.peers.state(rank, id)
+            if state is None:
+                break  # without it there is nothing to decide: a node that hangs would be waited for rank by rank
+            states[rank] = state
         try:
             missing = verdict.missing(states, world_size)
-            newer = sum(other > id for other in self._undecided)
             if missing and (waited > self.patience or newer >= _MOST_UNDECIDED):
                 why = f"no part within {waited:.0f} s, and {newer} newer checkpoints wait for this one"
                 raise VoidError(why, rank=missing[0])
@@ -202,7 +206,7 @@ class Keeper(Persister):
             with contextlib.suppress(OSError):  # a full disk: the others are told all the same
                 files.put_new(self.paths.void(id), Void(pending.run, id, rank, reason).dump(), point="void")
             raise
-        if verdict.unready(states) and waited < self.patience:
+        if verdict.unready(states) and waited < self.patience and newer < _MOST_UNDECIDED:
             return False
         self._decide(pending, states)
         return True

@@ -1,6 +1,7 @@
 """The agents of the other ranks, each asked over a connection that is made when it is needed.
 
-Holds:   who cannot be asked says nothing, and is not asked again for a moment.
+Holds:   who cannot be asked says nothing, and is not asked again for a moment, or as long as it has kept us waiting:
+         the thread that asks has other things to do.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ class Peers:
     def _ask(self, rank: int, question: str, id: CheckpointId) -> dict[str, Any] | None:
         if self._not_before.get(rank, 0.0) > time.monotonic():
             return None
+        began = time.monotonic()
         try:
             return self.peer(rank).ask(question, id=id.directory) or None
         except OSError:
-            self._not_before[rank] = time.monotonic() + _PAUSE_SECONDS
+            now = time.monotonic()
+            self._not_before[rank] = now + max(_PAUSE_SECONDS, now - began)
             return None
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from stepwell import events, journal
 from stepwell.agent.persist import Persister
 from stepwell.agent.queue import AbandonedError, Pending
 from stepwell.agent.writer import Writer
-from stepwell.errors import StepwellError, VoidError
+from stepwell.errors import DamagedError, StepwellError, VoidError
 from stepwell.faults import crash_point
 from stepwell.format.checksum import document_digest
 from stepwell.format.manifest import Void
@@ -329,7 +329,10 @@ class Keeper(Persister):
 
         False: not yet. Raises OSError or DamagedError.
         """
-        if assemble.find_record(self.paths, id, self.owner) is None or not files.exists(self.paths.manifest(id)):
+        is_held = False
+        with contextlib.suppress(DamagedError):  # one that cannot be read is copied anew
+            is_held = assemble.find_record(self.paths, id, self.owner) is not None
+        if not is_held or not files.exists(self.paths.manifest(id)):
             self._rehold_part(id)
         self._protect(id)
         if id not in self._done and id not in self._failed:

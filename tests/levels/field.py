@@ -24,7 +24,8 @@ from stepwell.errors import DamagedError
 from stepwell.format.checksum import BlockHasher
 from stepwell.format.record import FileEntry, Record
 from stepwell.groups.consent import vote
-from stepwell.levels import sets
+from stepwell.levels import sets, verdict
+from stepwell.levels.cache import Level
 from stepwell.levels.copies import keep_shard
 from stepwell.levels.orders import Orders, Seat, run_cache
 from stepwell.levels.secret import draw_secret
@@ -88,6 +89,16 @@ class Field:
                 for id in self.contents:
                     done = keeper._duties.do(keeper.paths, id, RUN, keeper.peers)
                     assert done is not None and keeper._duties.is_done(keeper.paths, id)
+
+    def decide(self, id: CheckpointId) -> None:
+        """As rank 0 does when it is whole: to be carried on."""
+        meta = {"created": 1.0, "epoch_end": False, "finished": False, "name": None}
+        with ExitStack() as stack:
+            keepers = self._serve(stack)
+            states = {keeper.owner.rank: keeper.state(id) for keeper in keepers}
+            manifest = verdict.make_manifest(RUN, id, meta, states)
+            for keeper in keepers:
+                keeper._keep_decision(id, manifest.dump(), Level(flush=True).dump())
 
     def rehold(self, id: CheckpointId) -> None:
         """As agents do after a restart: hold and protect it again, whoever sits where now."""

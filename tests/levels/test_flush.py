@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from stepwell import journal
 from stepwell.agent.flush import Flusher
-from stepwell.agent.keeper import Keeper
 from stepwell.agent.persist import Persister
-from stepwell.agent.writer import Writer
-from stepwell.levels import cache, verdict
-from stepwell.levels.cache import Level
-from stepwell.levels.orders import Orders, Seat, run_cache
-from stepwell.levels.secret import draw_secret
-from stepwell.levels.spec import Pairs, Shared
+from stepwell.levels import cache
+from stepwell.levels.orders import run_cache
+from stepwell.levels.spec import Pairs
 from stepwell.store import catalog, files
 from stepwell.store.lineage import create_next, open_run
 from stepwell.store.paths import RunPaths
-from stepwell.types import CheckpointId, Keep, Owner
+from stepwell.types import Keep, Owner
 from tests.levels.field import NEW, RUN, Field
 from tests.levels.peer_node import until
-
-META: dict[str, Any] = {"created": 1.0, "epoch_end": False, "finished": False, "name": None}
-
-
-def make_keeper(field: Field, rank: int) -> Keeper:
-    seats = tuple(Seat(node, node, "127.0.0.1", 1) for node in field.domains)
-    orders = Orders(str(field.place(field.domains[rank])), RUN, 2, Pairs(), Shared(), draw_secret(), seats)
-    log = journal.EventLog(Path(os.devnull), who="agent")
-    return Keeper(orders, Owner(rank, len(seats)), log, Writer(), lineage=1, patience=60.0)
-
-
-def make_whole(field: Field, id: CheckpointId) -> None:
-    """As rank 0 decides it: to be carried on."""
-    keepers = [make_keeper(field, rank) for rank in range(len(field.domains))]
-    manifest = verdict.make_manifest(RUN, id, META, {rank: keeper.state(id) for rank, keeper in enumerate(keepers)})
-    for keeper in keepers:
-        keeper._keep_decision(id, manifest.dump(), Level(flush=True).dump())
 
 
 def make_flusher(field: Field, shared: RunPaths, rank: int) -> Flusher:
@@ -58,7 +36,7 @@ def test_a_leader_that_is_replaced_while_it_waits_does_not_give_up(tmp_path: Pat
     open_run(shared, seed=1)
     create_next(shared, parent=0, step=0)
     field.build()
-    make_whole(field, NEW)
+    field.decide(NEW)
     first = make_flusher(field, shared, 0)
     until(lambda: files.exists(shared.checkpoint(NEW) / "rank-00000.json"))  # it waits for the other rank
     first.close()  # a new trainer took this agent over

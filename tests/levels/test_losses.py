@@ -131,6 +131,7 @@ def test_after_a_restart_what_was_damaged_is_right_again(scheme: str, tmp_path: 
     """Then any node may be lost, as before: the one that had the damage, or the one it was read from."""
     whole = Field(tmp_path / "whole", "abcd", SCHEMES[scheme](4))
     whole.build()
+    whole.decide(NEW)
     for kind in ("own safetensors", "own json"):
         for lost in "ab":
             field = whole.copy(tmp_path / "job")

@@ -26,6 +26,7 @@ from stepwell.groups.meet import own_address
 from stepwell.levels import cache
 from stepwell.levels.fetch import Peer, PeerSource
 from stepwell.levels.inventory import Inventory, Loss, Node, Place, gather
+from stepwell.levels.mend import mend
 from stepwell.levels.orders import Orders, Seat, run_cache
 from stepwell.levels.remake import Reach, remake, tell
 from stepwell.levels.secret import draw_secret
@@ -211,7 +212,9 @@ class Caches:
         return self._peers[node]
 
     def orders(self, history: History, restored: CheckpointId | None) -> Orders:
-        """What this rank's agent has to know."""
+        """What this rank's agent has to know. What was found damaged on this node is not held any more."""
+        if restored is not None and restored == self._about:
+            mend(self._paths, restored, self._doubted, self._node)
         dead = [id.directory for id in cache.steps(self._paths) if not history.is_live(id)]
         return Orders.make(self._levels, self._run, self._secret, self._seats, dead, restored)
 

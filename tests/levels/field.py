@@ -24,7 +24,8 @@ from stepwell.errors import DamagedError
 from stepwell.format.checksum import BlockHasher
 from stepwell.format.record import FileEntry, Record
 from stepwell.groups.consent import vote
-from stepwell.levels import sets
+from stepwell.levels import sets, verdict
+from stepwell.levels.cache import Level
 from stepwell.levels.copies import keep_shard
 from stepwell.levels.orders import Orders, Seat, run_cache
 from stepwell.levels.secret import draw_secret
@@ -78,30 +79,51 @@ class Field:
     def build(self, copies: Callable[[int], Mapping[str, str]] = lambda rank: {}) -> None:
         """Let every rank write its part, and do its duties."""
         with ExitStack() as stack:
-            keepers: dict[int, Keeper] = {}
-            sockets = [listen(("127.0.0.1", 0)) for _ in self.domains]
-            seats = [
-                Seat(node, node, *sock.getsockname()[:2]) for node, sock in zip(self.domains, sockets, strict=True)
-            ]
-            secret = draw_secret()
-            for rank, node in enumerate(self.domains):
-                self.cache(node).mkdir(parents=True, exist_ok=True)
-                orders = Orders(str(self.place(node)), RUN, 2, self.protect, Shared(), secret, tuple(seats))
-                owner = Owner(rank, len(self.domains))
-                log = journal.EventLog(Path(os.devnull), who="agent")
-                keepers[rank] = Keeper(orders, owner, log, Writer(), lineage=1, patience=5.0)
-                stack.callback(keepers[rank].close)
-                answer = keepers[rank].answer
-                server = PeerServer(self.cache(node), secret, RUN, answer, bind=sockets[rank])
-                server.start()
-                stack.callback(server.close)
+            keepers = self._serve(stack)
+            for keeper in keepers:
                 for id, held in self.contents.items():
-                    record, content = make_record(id, owner, held[rank], copies(rank)), held[rank]
-                    keep_shard(keepers[rank].paths, record, record.dump(), from_memory(content))
-            for keeper in keepers.values():
+                    content = held[keeper.owner.rank]
+                    record = make_record(id, keeper.owner, content, copies(keeper.owner.rank))
+                    keep_shard(keeper.paths, record, record.dump(), from_memory(content))
+            for keeper in keepers:
                 for id in self.contents:
                     done = keeper._duties.do(keeper.paths, id, RUN, keeper.peers)
                     assert done is not None and keeper._duties.is_done(keeper.paths, id)
+
+    def decide(self, id: CheckpointId) -> None:
+        """As rank 0 does when it is whole: to be carried on."""
+        meta = {"created": 1.0, "epoch_end": False, "finished": False, "name": None}
+        with ExitStack() as stack:
+            keepers = self._serve(stack)
+            states = {keeper.owner.rank: keeper.state(id) for keeper in keepers}
+            manifest = verdict.make_manifest(RUN, id, meta, states)
+            for keeper in keepers:
+                keeper._keep_decision(id, manifest.dump(), Level(flush=True).dump())
+
+    def rehold(self, id: CheckpointId) -> None:
+        """As agents do after a restart: hold and protect it again, whoever sits where now."""
+        with ExitStack() as stack:
+            keepers = self._serve(stack)
+            for _ in range(2):  # the second time nobody waits for another one's part any more
+                done = [keeper.rehold(id) for keeper in keepers]
+            assert all(done) and not any(keeper._failed for keeper in keepers), [keeper._failed for keeper in keepers]
+
+    def _serve(self, stack: ExitStack) -> list[Keeper]:
+        """The keepers of all ranks, each asked at a socket of its own."""
+        keepers: list[Keeper] = []
+        sockets = [listen(("127.0.0.1", 0)) for _ in self.domains]
+        seats = [Seat(node, node, *sock.getsockname()[:2]) for node, sock in zip(self.domains, sockets, strict=True)]
+        secret = draw_secret()
+        for rank, node in enumerate(self.domains):
+            self.cache(node).mkdir(parents=True, exist_ok=True)
+            orders = Orders(str(self.place(node)), RUN, 2, self.protect, Shared(), secret, tuple(seats))
+            log = journal.EventLog(Path(os.devnull), who="agent")
+            keepers.append(Keeper(orders, Owner(rank, len(seats)), log, Writer(), lineage=1, patience=5.0))
+            stack.callback(keepers[rank].close)
+            server = PeerServer(self.cache(node), secret, RUN, keepers[rank].answer, bind=sockets[rank])
+            server.start()
+            stack.callback(server.close)
+        return keepers
 
     def copy(self, folder: Path) -> Field:
         """The same, to be spoiled."""
@@ -194,6 +216,7 @@ class Restart:
                 bad = vote(caches._group, "the vote", error)
                 if bad is None:
                     self.ids[rank] = id
+                    caches.orders(_AllLive(), id)  # type: ignore[arg-type]
                     return
                 if rank == 0:
                     self.trouble.append(f"{id}: {bad}")

@@ -126,6 +126,25 @@ def test_a_flipped_bit_is_made_good_or_refused_and_spoils_nothing(scheme: str, l
             shutil.rmtree(field.folder)
 
 
+@pytest.mark.parametrize("scheme", ["pairs", "xor", soak("partner"), soak("rs2")])
+def test_after_a_restart_what_was_damaged_is_right_again(scheme: str, tmp_path: Path) -> None:
+    """Then any node may be lost, as before: the one that had the damage, or the one it was read from."""
+    whole = Field(tmp_path / "whole", "abcd", SCHEMES[scheme](4))
+    whole.build()
+    whole.decide(NEW)
+    for kind in ("own safetensors", "own json"):
+        for lost in "ab":
+            field = whole.copy(tmp_path / "job")
+            flip(kinds(field, "b")[kind], 0.3)
+            field.check(field.restart("abcd"), NEW)
+            field.rehold(NEW)
+            field.lose(lost)
+            again = field.restart([node.replace(lost, "x") for node in "abcd"])
+            field.check(again, NEW)
+            assert not again.tried, again.trouble
+            shutil.rmtree(field.folder)
+
+
 class Anything(str):
     """Equal to every checksum."""
 

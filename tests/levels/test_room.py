@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from stepwell import journal
 from stepwell.agent.keeper import Keeper
@@ -72,3 +77,41 @@ def test_an_agent_that_comes_later_knows_what_is_whole_and_what_has_to_go_on(tmp
     keeper.prune(2, Keep())
     left = sorted(path.name for path in Path(str(keeper.paths.root)).iterdir())
     assert left == [id.directory for id in ids[1:]], "what is not carried yet stays"
+
+
+def test_peers_that_do_not_answer_are_waited_for_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader's thread also writes its own part: a node that hangs, with many ranks, must not take all its time."""
+    monkeypatch.setattr("stepwell.levels.peers._SECONDS", 0.5)
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
+        seats = tuple(Seat("b", "b", *sock.getsockname()[:2]) for sock in silent)
+        orders = Orders(
+            str(tmp_path), RUN, 2, Pairs(), Shared(), draw_secret(), (Seat("a", "a", "127.0.0.1", 1), *seats)
+        )
+        log = journal.EventLog(Path(os.devnull), who="agent")
+        keeper = Keeper(orders, Owner(0, 7), log, Writer(), lineage=1, patience=60.0)
+        stack.callback(keeper.close)
+        pending = SimpleNamespace(id=CheckpointId(3, 0, 1), run=RUN, meta={})
+        asked = []
+        ask = keeper.peers.peer
+        monkeypatch.setattr(keeper.peers, "peer", lambda rank: asked.append(rank) or ask(rank))
+        for _ in range(3):
+            assert not keeper._lead(pending, 1.0)  # type: ignore[arg-type]
+        assert asked == [1], "not the others of that node, and not that one again at once"
+
+
+def test_a_duty_that_cannot_be_done_holds_up_only_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes do not reach each other, but rank 0 reaches both: degraded, before the disks are full."""
+    keeper = make_keeper(tmp_path)
+    ids = [CheckpointId(step, 0, 2) for step in (3, 6, 9, 12, 15)]
+    held = {"digest": "0" * 32, "nbytes": 1, "data_bytes": 1, "suspect": None, "copies": {}}
+    state = {"held": held, "is_ready": False, "failed": None, "unprotected": None, "void": None, "ended": None}
+    monkeypatch.setattr(keeper, "state", lambda id: state | {"is_ready": True})
+    monkeypatch.setattr(keeper.peers, "state", lambda rank, id: state)
+    meta = {"created": 1.0, "epoch_end": False, "finished": False, "name": None}
+    for count, id in enumerate(ids):
+        keeper._undecided.add(id)
+        keeper.paths.checkpoint(id).mkdir(parents=True)  # type: ignore[union-attr]
+        first = SimpleNamespace(id=ids[0], run=RUN, meta=meta)
+        assert keeper._lead(first, 1.0) == (count == 4)  # type: ignore[arg-type]
+    assert keeper.why_degraded(ids[0]) == "rank 1: not done in time"

@@ -117,6 +117,8 @@ class Flusher:
                 self.on_flushed(id)
                 break
             except (OSError, StepwellError) as error:
+                if self._was_closed():
+                    return  # whoever comes next goes on with it
                 is_final = isinstance(error, FencedError | VoidError | DamagedError)
                 if is_final or not failures:
                     action = "given up" if is_final else "tried again until it works"
@@ -132,6 +134,10 @@ class Flusher:
             return
         with contextlib.suppress(OSError, StepwellError):
             cache.mark_flushed(self._cache, id, self._owner)
+
+    def _was_closed(self) -> bool:
+        """Meanwhile, by another thread."""
+        return self._is_closed
 
     def _say_void(self, id: CheckpointId, error: Exception) -> None:
         """The others need not wait for this rank's part."""

@@ -20,7 +20,7 @@ from stepwell import events, journal
 from stepwell.agent.persist import Persister
 from stepwell.agent.queue import AbandonedError, Pending
 from stepwell.agent.writer import Writer
-from stepwell.errors import FencedError, StepwellError, VoidError
+from stepwell.errors import DamagedError, FencedError, StepwellError, VoidError
 from stepwell.faults import crash_point
 from stepwell.format.checksum import document_digest
 from stepwell.format.manifest import Void
@@ -193,11 +193,15 @@ class Keeper(Persister):
     def _lead(self, pending: Pending, waited: float) -> bool:
         """Rank 0: whether every rank holds its part, and has done its duties."""
         id, world_size = pending.id, self.owner.world_size
-        asked = {0: self.state(id)} | {rank: self.peers.state(rank, id) for rank in range(1, world_size)}
-        states = {rank: state for rank, state in asked.items() if state is not None}
+        newer = sum(other > id for other in self._undecided)
+        states = {0: self.state(id)}
+        for rank in range(1, world_size):
+            state = self.peers.state(rank, id)
+            if state is None:
+                break  # without it there is nothing to decide: a node that hangs would be waited for rank by rank
+            states[rank] = state
         try:
             missing = verdict.missing(states, world_size)
-            newer = sum(other > id for other in self._undecided)
             if missing and (waited > self.patience or newer >= _MOST_UNDECIDED):
                 why = f"no part within {waited:.0f} s, and {newer} newer checkpoints wait for this one"
                 raise VoidError(why, rank=missing[0])
@@ -211,7 +215,7 @@ class Keeper(Persister):
             with contextlib.suppress(OSError):  # a full disk: the others are told all the same
                 files.put_new(self.paths.void(id), Void(pending.run, id, rank, reason).dump(), point="void")
             raise
-        if verdict.unready(states) and waited < self.patience:
+        if verdict.unready(states) and waited < self.patience and newer < _MOST_UNDECIDED:
             return False
         self._decide(pending, states)
         return True
@@ -332,7 +336,10 @@ class Keeper(Persister):
 
         False: not yet. Raises OSError or DamagedError.
         """
-        if assemble.find_record(self.paths, id, self.owner) is None or not files.exists(self.paths.manifest(id)):
+        is_held = False
+        with contextlib.suppress(DamagedError):  # one that cannot be read is copied anew
+            is_held = assemble.find_record(self.paths, id, self.owner) is not None
+        if not is_held or not files.exists(self.paths.manifest(id)):
             self._rehold_part(id)
         self._protect(id)
         if id not in self._done and id not in self._failed:

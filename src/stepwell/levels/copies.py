@@ -19,6 +19,7 @@ from stepwell.format.checksum import block_digest, document_digest
 from stepwell.format.record import FileEntry, Record
 from stepwell.levels import cache
 from stepwell.store import assemble, commit, files
+from stepwell.store.objects import Location
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
 
@@ -68,7 +69,7 @@ def keep_shard(paths: RunPaths, record: Record, data: bytes, fill: Fill) -> None
     for file in record.files:
         final = directory / file.name
         assert isinstance(final, Path)
-        if _is_good(final, file):
+        if is_good(final, file):
             continue  # an agent before this one died between two files
         source = older.get(file)
         if source is None or not commit.share_file(source, final):
@@ -79,8 +80,9 @@ def keep_shard(paths: RunPaths, record: Record, data: bytes, fill: Fill) -> None
         files.put(place, data, point="copy.record")  # what was there cannot be read, or these would not be its files
 
 
-def _is_good(place: Path, file: FileEntry) -> bool:
+def is_good(place: Location, file: FileEntry) -> bool:
     """Whether this very content is there: a file that was found damaged has the right name and length too."""
+    assert isinstance(place, Path)
     facts = files.facts(place)
     if facts is None or facts.nbytes != file.nbytes:
         return False

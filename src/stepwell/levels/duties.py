@@ -21,7 +21,7 @@ from stepwell.levels.copies import Fill, copy_shard, fetch_record
 from stepwell.levels.parity import Shard, find_parity, keep_parity
 from stepwell.levels.peers import Peers
 from stepwell.levels.spec import Pairs, Partner, Protection, ReedSolomon, Single
-from stepwell.store import files
+from stepwell.store import assemble, files
 from stepwell.store.commit import record_name
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
@@ -61,13 +61,12 @@ class Duties:
 
     def is_done(self, paths: RunPaths, id: CheckpointId) -> bool:
         """Whether all is held that is to be held of this checkpoint."""
-        directory = paths.checkpoint(id)
-        if not all(files.exists(directory / record_name(Owner(rank))) for rank in self.copies):
-            return False
-        found = None
         with contextlib.suppress(DamagedError):  # then it is made again
+            if not all(assemble.find_record(paths, id, Owner(rank)) for rank in self.copies):
+                return False
             found = find_parity(paths, id, self.rank) if self.members else None
-        return not self.members or (found is not None and found.members == self.members)
+            return not self.members or (found is not None and found.members == self.members)
+        return False
 
     def do(self, paths: RunPaths, id: CheckpointId, run: str, peers: Peers) -> int | None:
         """Hold it. Returns the bytes written; None if some rank has no part yet. Raises OSError or DamagedError."""

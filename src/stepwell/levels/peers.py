@@ -17,8 +17,6 @@ from stepwell.types import CheckpointId
 _SECONDS: Final = 30.0
 _ASK_SECONDS: Final = 3.0
 _PAUSE_SECONDS: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-_MANY: Final = 32
-"""With more ranks than this connections are not kept: rank 0 is asked by all of them, and has 64 places."""
 
 
 class Peers:
@@ -60,9 +58,6 @@ class Peers:
             pause = _PAUSE_SECONDS[min(failures, len(_PAUSE_SECONDS) - 1)]
             self._failures[rank] = failures + 1, time.monotonic() + pause
             return None
-        finally:
-            if len(self) > _MANY and (peer := self._known.pop((rank, _ASK_SECONDS), None)) is not None:
-                peer.close()
         self._failures.pop(rank, None)
         return answer or None
 

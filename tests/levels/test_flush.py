@@ -1,0 +1,54 @@
+"""Carrying on to the shared place: what is broken off is not given up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from stepwell import journal
+from stepwell.agent.flush import Flusher
+from stepwell.agent.persist import Persister
+from stepwell.levels import cache
+from stepwell.levels.orders import run_cache
+from stepwell.levels.spec import Pairs
+from stepwell.store import catalog, files
+from stepwell.store.lineage import create_next, open_run
+from stepwell.store.paths import RunPaths
+from stepwell.types import Keep, Owner
+from tests.levels.field import NEW, RUN, Field
+from tests.levels.peer_node import until
+
+
+def make_flusher(field: Field, shared: RunPaths, rank: int) -> Flusher:
+    log = journal.EventLog(Path(os.devnull), who="agent")
+    paths = RunPaths(shared.root, rank)
+    persister = Persister(paths, log, lineage=1, patience=60.0)
+    owner = Owner(rank, len(field.domains))
+    place = run_cache(field.place(field.domains[rank]), RUN, rank)
+    made = Flusher(persister, place, owner, Keep(), None, 1)
+    made.start()
+    made.add(NEW)
+    return made
+
+
+def test_a_leader_that_is_replaced_while_it_waits_does_not_give_up(tmp_path: Path) -> None:
+    field, shared = Field(tmp_path / "nodes", "ab", Pairs()), RunPaths(tmp_path / "run")
+    open_run(shared, seed=1)
+    create_next(shared, parent=0, step=0)
+    field.build()
+    field.decide(NEW)
+    first = make_flusher(field, shared, 0)
+    until(lambda: files.exists(shared.checkpoint(NEW) / "rank-00000.json"))  # it waits for the other rank
+    first.close()  # a new trainer took this agent over
+    until(lambda: first.is_idle)
+    assert not cache.is_flushed(run_cache(field.place("a"), RUN), NEW, [0])
+    leader, other = make_flusher(field, shared, 0), make_flusher(field, shared, 1)
+    until(lambda: leader.is_idle and other.is_idle)
+    manifest = catalog.read_manifest(shared, NEW)
+    for rank in (0, 1):
+        record = catalog.read_record(shared, manifest, rank)
+        for file in record.files:
+            assert files.get(shared.checkpoint(NEW) / file.name) == field.contents[NEW][rank][file.name]
+    assert cache.is_flushed(run_cache(field.place("a"), RUN), NEW, [0])
+    leader.close()
+    other.close()

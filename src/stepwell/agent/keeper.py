@@ -24,7 +24,6 @@ from stepwell.errors import DamagedError, FencedError, StepwellError, VoidError
 from stepwell.faults import crash_point
 from stepwell.format.checksum import document_digest
 from stepwell.format.manifest import Void
-from stepwell.format.parity import parity_name
 from stepwell.format.record import Record
 from stepwell.levels import cache, room, verdict
 from stepwell.levels.cache import Level
@@ -299,18 +298,10 @@ class Keeper(Persister):
 
     def _withdraw(self, id: CheckpointId) -> None:
         """It is void: this rank's bytes go at once, and those it holds for others."""
-        directory = self.paths.checkpoint(id)
         self._undecided.discard(id)
-        for rank in (self.owner.rank, *self._duties.copies):
-            for name in cache.owner_files(self.paths, id, Owner(rank)):
-                if not name.endswith(".void") and not self._keep_spare(directory / name):
-                    files.remove(directory / name)
-        for name in files.list_names(directory):
-            if name.startswith(parity_name(self.owner.rank).removesuffix("json")):
-                files.remove(directory / name)
-
-    def _keep_spare(self, path: Any) -> bool:
-        return self.shelf.spare is not None and self.shelf.spare.keep(path)
+        for path in room.withdrawn(self.paths, id, self.owner.rank, self._duties.copies):
+            if self.shelf.spare is None or not self.shelf.spare.keep(path):
+                files.remove(path)
 
     # -- duties -------------------------------------------------------------------------------------------------------
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
+from stepwell.format.parity import parity_name
 from stepwell.levels import cache
 from stepwell.levels.orders import Orders
 from stepwell.store import files
 from stepwell.store.objects import Location
 from stepwell.store.paths import RunPaths
-from stepwell.types import CheckpointId
+from stepwell.types import CheckpointId, Owner
 
 _BY_PROCESS: Final = re.compile(r"\.(\d+)\.tmp")
 
@@ -30,6 +31,14 @@ def left_over(paths: RunPaths, lineage: int) -> list[Location]:
                 is_gone = id.lineage < lineage if named is None else not os.path.exists(f"/proc/{named[1]}")
                 found += [paths.checkpoint(id) / name] if is_gone else []
     return found
+
+
+def withdrawn(paths: RunPaths, id: CheckpointId, rank: int, copies: Iterable[int]) -> list[Location]:
+    """What a rank holds of a checkpoint that is void: its own part, and what it holds for others."""
+    directory, parity = paths.checkpoint(id), parity_name(rank).removesuffix("json")
+    stems = tuple(f"{Owner(owner).stem}." for owner in (rank, *copies))
+    names = [name for name in files.list_names(directory) if name.startswith((*stems, parity))]
+    return [directory / name for name in names if not name.endswith(".void")]
 
 
 def surplus(paths: RunPaths, orders: Orders, rank: int, whole: Sequence[CheckpointId]) -> list[CheckpointId]:

@@ -3,7 +3,7 @@
     environment  >  user file (SCR_CONF_FILE, or .scrconf in the prefix)  >  config()  >  /etc/scr.conf  >  default
 
 Owns:    the names, their defaults, precedence and parsing; which are honoured, and which are said to be ignored.
-Not:     what follows from them (session and what it uses).
+Not:     what follows from them (job and what it uses).
 Holds:   reading is local and has no effect; a value that means nothing is an error that names it.
 """
 

@@ -2,7 +2,7 @@
 
 Owns:    meeting the others (who sits where, the secret, this process's server), what all caches hold, bringing every
          part of a dataset to where it is needed, verified, and protecting it.
-Not:     which dataset is wanted (session), copies, parity and rebuilding (levels).
+Not:     which dataset is wanted (restart), copies, parity and rebuilding (levels).
 Holds:   found by content: ranks may come back on other nodes. Every byte is read and checked before a dataset is
          offered; what is damaged is dropped where it lies and made again from the others. Sources stay where they are.
 """

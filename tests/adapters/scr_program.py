@@ -56,7 +56,11 @@ def state(step: int, rank: int) -> dict[str, Any]:
 
 def paths(step: int, rank: int, args: argparse.Namespace) -> dict[str, str]:
     base = f"{os.environ['SCR_PREFIX']}/{folder_of(step, args)}"
-    return {"model": f"{base}/rank {rank}/model.pt", "bytes": f"{base}/data/{rank}.bin", "empty": f"{base}/{rank}.empty"}
+    return {
+        "model": f"{base}/rank {rank}/model.pt",
+        "bytes": f"{base}/data/{rank}.bin",
+        "empty": f"{base}/{rank}.empty",
+    }
 
 
 def save(step: int, rank: int, args: argparse.Namespace) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.scr_job import ScrJob, flip
-from tests.crash.harness import Server, wait_for
+from tests.adapters.scr_job import ScrJob
+from tests.crash.harness import Server
 
 pytestmark = pytest.mark.slow
 

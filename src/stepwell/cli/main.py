@@ -26,6 +26,10 @@ COMMANDS: Final[dict[str, str]] = {
     "clean": "stepwell.cli.clean:clean",
     "export": "stepwell.cli.export:export",
     "prove": "stepwell.cli.prove:prove",
+    "index": "stepwell.cli.index:index",
+    "halt": "stepwell.cli.halt:halt",
+    "scavenge": "stepwell.cli.scavenge:scavenge",
+    "flush": "stepwell.cli.scavenge:flush",
 }
 """Command -> module:function."""
 
@@ -39,6 +43,10 @@ SUMMARIES: Final[dict[str, str]] = {
     "clean": "Remove what dead processes left behind.",
     "export": "Write a checkpoint as one safetensors or torch file.",
     "prove": "Kill a training script again and again; show that it ends the same.",
+    "index": "SCR interface: list datasets, choose the one to restart from.",
+    "halt": "SCR interface: tell a job when to stop.",
+    "scavenge": "SCR interface: save datasets from the nodes' caches after the last run.",
+    "flush": "SCR interface: end flushes that were broken off.",
 }
 """What `--help` says of each, so that it need not import them."""
 

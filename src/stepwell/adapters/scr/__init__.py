@@ -169,6 +169,7 @@ def start_output(name: str, flags: int) -> None:
     """Begin a dataset; the same name and flags on all ranks. Collective."""
     program = _require("start_output", IDLE)
     program.outputs.start(name, flags)
+    program.restarts.forget_offer()
     program.state = IN_OUTPUT
 
 

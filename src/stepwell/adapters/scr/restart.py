@@ -45,6 +45,10 @@ class Restarts:
         """Whether `have` said yes, and nothing came of it yet."""
         return self._offered is not None
 
+    def forget_offer(self) -> None:
+        """A new output begins: what was named before is not the newest any more."""
+        self._offered = None
+
     def have(self) -> str | None:
         """The name of the dataset to go on from; None if there is none, or this program went on from one already.
 

@@ -11,7 +11,7 @@ from typing import Any
 from stepwell.adapters.scr.files import FOLDER
 from stepwell.adapters.scr.index import Prefix
 from stepwell.store.paths import RunPaths
-from tests.crash.harness import Server
+from tests.crash.harness import Server, wait_for
 from tests.ranks.launch import Job, Launch
 
 
@@ -55,6 +55,10 @@ class ScrJob(Job):
 
         if not is_there():
             self.wait_while_alive(launch, is_there, "all ranks are through")
+
+    def wait_any_end(self, launch: Launch) -> None:
+        """Until a rank is gone."""
+        wait_for(launch.has_ended, "a rank died")
 
     def same(self, launch: Launch) -> dict[str, Any]:
         """What every rank saw; it has to be the same."""

@@ -121,6 +121,10 @@ def connect(args: argparse.Namespace) -> int:
 def main() -> None:
     args = options()
     rank = connect(args)
+    launch = os.environ.get("RANKS_LAUNCH", "0")
+    if nodes := os.environ.get("SCR_PROGRAM_NODES"):  # where the launcher gives all ranks one environment
+        os.environ.update(json.loads(nodes)[rank])
+    (args.folder / f"pid.{launch}.{rank}").write_text(str(os.getpid()))
     scr.init()
     seen: list[Any] = []
     start = load(rank, args, seen)
@@ -130,7 +134,7 @@ def main() -> None:
             made.append([step, save(step, rank, args)])
         if scr.should_exit():
             break
-    name = f"result.{os.environ.get('RANKS_LAUNCH', '0')}.{rank}"
+    name = f"result.{launch}.{rank}"
     temporary = args.folder / f"{name}.tmp"
     temporary.write_text(json.dumps({"seen": seen, "made": made}))
     temporary.rename(args.folder / name)

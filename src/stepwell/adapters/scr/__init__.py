@@ -18,11 +18,11 @@ import os
 from collections.abc import Callable
 from typing import Final, ParamSpec, TypeVar
 
-from stepwell.adapters.scr.config import Config, ScrError
 from stepwell.adapters.scr.index import CHECKPOINT, OUTPUT
 from stepwell.adapters.scr.job import Job
 from stepwell.adapters.scr.output import Outputs
 from stepwell.adapters.scr.pace import Pace
+from stepwell.adapters.scr.parameters import Config, ScrError
 from stepwell.adapters.scr.restart import Restarts
 from stepwell.errors import StepwellError
 from stepwell.groups.consent import lead

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Final
 
 from stepwell import events, faults
-from stepwell.adapters.scr.config import Settings
 from stepwell.adapters.scr.events import ParameterIgnored
 from stepwell.adapters.scr.files import Work
 from stepwell.adapters.scr.flush import Carrier, finish_open
 from stepwell.adapters.scr.index import FINALIZED, Prefix, now, release_pin
 from stepwell.adapters.scr.nodes import Nodes
+from stepwell.adapters.scr.parameters import Settings
 from stepwell.errors import ConfigError, StepwellError
 from stepwell.format.manifest import Manifest, RecordRef
 from stepwell.groups.choose import find_group

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from stepwell.adapters.scr.config import Settings
 from stepwell.adapters.scr.events import Repaired
 from stepwell.adapters.scr.files import Description
+from stepwell.adapters.scr.parameters import Settings
 from stepwell.errors import ConfigError, DamagedError, StepwellError
 from stepwell.events import Event
 from stepwell.format.checksum import block_digest, document_digest

@@ -167,6 +167,49 @@ def test_output_goes_to_the_prefix_and_is_no_restart(place: Path) -> None:
     assert scr.have_restart() == "both"
 
 
+def test_output_does_not_push_a_checkpoint_out(place: Path) -> None:
+    scr.config("SCR_FLUSH=0")
+    scr.init()
+    write("c1", {"f": b"1"})
+    write("c2", {"f": b"2"})
+    for number in range(5):
+        write(f"o{number}", {f"o{number}": b"o"}, scr.FLAG_OUTPUT)
+    assert len(list(place.glob("cache/*/stepwell-scr/runs/*/step-*"))) <= 3
+    assert scr.have_restart() == "c2"
+
+
+def test_a_path_that_cannot_be_taken_costs_the_name_alone(place: Path) -> None:
+    scr.config("SCR_FLUSH=1")
+    scr.init()
+    (place / "f").mkdir()
+    (place / "f" / "in the way").touch()
+    assert write("one", {"f": b"1"})
+    scr.finalize()
+    assert [item.name for item in Prefix(place).datasets()] == ["one"]
+    (place / "f" / "in the way").unlink()
+    (place / "f").rmdir()
+    scr.init()
+    assert (place / "f").read_bytes() == b"1"
+
+
+def test_scr_current_is_followed_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scr.config("SCR_FLUSH=1")
+    scr.init()
+    for number in (1, 2, 3):
+        write(f"c{number}", {"f": b"%d" % number})
+    scr.finalize()
+    monkeypatch.setenv("SCR_CURRENT", "c2")
+    scr.init()
+    assert scr.have_restart() == "c2"
+    scr.start_restart()
+    assert read("f") == [b"2"]
+    scr.complete_restart()
+    write("c4", {"f": b"4"})
+    scr.finalize()
+    scr.init()
+    assert scr.have_restart() == "c4", "what followed it, not the same one for ever"
+
+
 def test_bypass_writes_to_the_prefix_alone(place: Path) -> None:
     scr.config("SCR_CACHE_BYPASS=1")
     scr.init()

@@ -46,9 +46,11 @@ def flush(prefix: str, caches: tuple[Path, ...], dry_run: bool, as_json: bool) -
     place = open_prefix(prefix)
     ended = []
     for id in [] if dry_run else open_ones(place):
-        manifest = conclude(place, id)
-        if manifest is not None:
-            ended.append(id.directory)
+        try:
+            if conclude(place, id) is not None:
+                ended.append(id.directory)
+        except StepwellError as error:
+            print_wrapped(f"could not end  {id.directory}: {error}", indent="  ")
     folders = find_caches(place, caches)
     found = survey(place, folders)
     wanted = sorted((item for item in found if item.is_wanted and item.is_whole), key=lambda item: item.id)

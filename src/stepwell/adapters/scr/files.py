@@ -80,8 +80,10 @@ def relative_to(prefix: Path, path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if len(text.encode()) > MAX_PATH_BYTES:
         raise ConfigError(f"route_file: a path of more than {MAX_PATH_BYTES} bytes: {text[:80]!r}...")
-    for root in (str(prefix), os.path.realpath(prefix)):
-        relative = os.path.relpath(os.path.abspath(text), root)
+    plain = os.path.abspath(text)
+    resolved = os.path.join(os.path.realpath(os.path.dirname(plain)), os.path.basename(plain))
+    for path_of, root in ((plain, str(prefix)), (resolved, os.path.realpath(prefix))):
+        relative = os.path.relpath(path_of, root)
         if relative != "." and relative.split(os.sep)[0] != "..":
             return check_relative(relative)
     raise ConfigError(f"route_file({text!r}): not below the prefix {prefix}; SCR_PREFIX says which that is")
@@ -150,7 +152,7 @@ def take_in(
 def _seal(place: Path, name: str) -> FileEntry:
     """Its bytes durable, and their checksums."""
     hasher, nbytes, room = BlockHasher(PART_BYTES), 0, memoryview(bytearray(PART_BYTES))
-    fd = os.open(place, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         files.sync(fd, place)
         while got := os.readv(fd, [room]):

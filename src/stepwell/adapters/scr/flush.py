@@ -21,10 +21,10 @@ from typing import Final
 from stepwell.adapters.scr.files import PUBLISHED, Description, publish, withdraw
 from stepwell.adapters.scr.index import CHECKPOINT, OUTPUT, Listed, Prefix
 from stepwell.errors import DamagedError, FencedError, StepwellError, VoidError
-from stepwell.events import Event
+from stepwell.events import Event, logger
 from stepwell.faults import crash_point
 from stepwell.format.manifest import Manifest, Void
-from stepwell.format.record import FileEntry
+from stepwell.format.record import FileEntry, Record
 from stepwell.levels import cache
 from stepwell.levels.copies import Fill, keep_shard
 from stepwell.levels.duties import near_shard
@@ -87,14 +87,22 @@ def conclude(prefix: Prefix, id: CheckpointId, keep: int = 0) -> Manifest | None
     commit.publish_manifest(prefix.paths, manifest)
     description = Description.of(first)
     if not prefix.is_published(id):
-        if not _is_overtaken(prefix, id):
-            publish(prefix.root, prefix.paths, records)
-        files.put(prefix.paths.checkpoint(id) / PUBLISHED, b"", point="published")
-    if description.flags & CHECKPOINT:
+        _publish(prefix, id, records)
+    if description.flags & CHECKPOINT and not _is_overtaken(prefix, id):
         prefix.set_current(description.name, is_pinned=False)
     if keep:
         thin_out(prefix, keep)
     return manifest
+
+
+def _publish(prefix: Prefix, id: CheckpointId, records: list[Record]) -> None:
+    """The dataset is whole without them: names that cannot be given are told, and tried again at the next start."""
+    try:
+        if not _is_overtaken(prefix, id):
+            publish(prefix.root, prefix.paths, records)
+        files.put(prefix.paths.checkpoint(id) / PUBLISHED, b"", point="published")
+    except OSError as error:
+        logger.warning("%s is in %s, but its files cannot appear at their places: %s", id, prefix.folder, error)
 
 
 def _is_overtaken(prefix: Prefix, id: CheckpointId) -> bool:
@@ -270,10 +278,13 @@ def open_ones(prefix: Prefix) -> list[CheckpointId]:
 
 
 def finish_open(prefix: Prefix, resumed: set[CheckpointId], emit: Callable[[Event], None]) -> None:
-    """At a start: end what lacks only its manifest or its names, remove what nobody will go on with. Raises OSError."""
+    """At a start: end what lacks only its manifest or its names, remove what nobody will go on with. Raises OSError.
+
+    Parts that no newer dataset has made needless stay: a node that is not there now may bring the others.
+    """
     for id in open_ones(prefix):
         try:
-            is_wanted = conclude(prefix, id) is not None or id in resumed
+            is_wanted = conclude(prefix, id) is not None or id in resumed or not _is_overtaken(prefix, id)
         except StepwellError as error:
             is_wanted = False  # a word that it is void would hold up another try too
             emit(FlushFailed(step=id.step, error=str(error), action="removed"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,12 @@ from typing import Final
 
 from stepwell import events, faults
 from stepwell.adapters.scr.events import ParameterIgnored
-from stepwell.adapters.scr.files import Work
+from stepwell.adapters.scr.files import WORK, Work
 from stepwell.adapters.scr.flush import Carrier, finish_open
-from stepwell.adapters.scr.index import FINALIZED, Prefix, now, release_pin
+from stepwell.adapters.scr.index import CHECKPOINT, FINALIZED, Prefix, now, release_pin
 from stepwell.adapters.scr.nodes import Nodes
 from stepwell.adapters.scr.parameters import Settings
-from stepwell.errors import ConfigError, StepwellError
+from stepwell.errors import ConfigError, DamagedError, StepwellError
 from stepwell.format.manifest import Manifest, RecordRef
 from stepwell.groups.choose import find_group
 from stepwell.groups.consent import each, lead
@@ -62,7 +63,8 @@ class Job:
             bytes_per_second=settings.bytes_per_second / group.size,
             keep=settings.prefix_size,
         )
-        self.whole: list[CheckpointId] = []
+        self.whole: list[CheckpointId] = []  # checkpoints
+        self.results: list[CheckpointId] = []  # what is output only
         self.last = 0
         self.number = 0
         self.restarted: CheckpointId | None = None
@@ -83,16 +85,22 @@ class Job:
         if group.is_leader:
             for name, reason in settings.ignored.items():
                 job.log.emit(ParameterIgnored(name=name, reason=reason))
-        job.nodes.meet()
-        job._tidy()
-        job.nodes.share()
-        job._look()
-        job._resume()
+        try:
+            job.nodes.meet()
+            job._tidy()
+            job.nodes.share()
+            job._look()
+            job._resume()
+        except BaseException:
+            job._let_go()
+            raise
         return job
 
     def _tidy(self) -> None:
         """What processes that died left in this node's cache under temporary names; all of it, if that is asked for."""
-        self.work.clear()
+        assert isinstance(self.home.root, Path)
+        if self.nodes.is_first_here:
+            shutil.rmtree(self.home.root / WORK, ignore_errors=True)  # of ranks that are not there this time, too
         if self.settings.is_bypass:
             return
         for id in cache.steps(self.home):
@@ -104,7 +112,10 @@ class Job:
         """Which datasets are there, and the highest number that was ever given."""
         told = sorted(self.nodes.found)
         live = self.live(told)
-        self.whole = [id for id in live if self.nodes.is_whole(id)]
+        whole = [id for id in live if self.nodes.is_whole(id)]
+        kinds = {id: known.flags for id, known in self.nodes.known.items()}
+        self.whole = [id for id in whole if kinds.get(id, 0) & CHECKPOINT]
+        self.results = [id for id in whole if id not in self.whole]
 
         def highest() -> int:
             names = files.list_names(self.prefix.paths.root)
@@ -121,7 +132,11 @@ class Job:
     def _resume(self) -> None:
         """Flushes that were broken off go on; those that lack only their end get it."""
         nodes, size = self.nodes, self.group.size
-        open_here = [id for id in self.whole if id in nodes.unflushed and nodes.found[id].world_size == size]
+        open_here = [
+            id
+            for id in sorted([*self.whole, *self.results])
+            if id in nodes.unflushed and nodes.found[id].world_size == size
+        ]
 
         def not_there() -> list[str]:
             return [id.directory for id in open_here if not files.exists(self.prefix.paths.manifest(id))]
@@ -137,7 +152,7 @@ class Job:
 
         lead(self.group, "flushes to end", finish)
         for id in resumed:
-            self.settle(id, Level(flush=True))
+            self.settle(id, Level(flush=True), is_checkpoint=id in self.whole)
             self.carrier.add(id)
 
     def close(self) -> None:
@@ -153,8 +168,13 @@ class Job:
             with contextlib.suppress(OSError):
                 self.prefix.change_halt(lambda halt: halt if halt.reason else replace(halt, reason=FINALIZED))
 
-        lead(self.group, "the halt file at the end", end)
-        self.work.clear()
+        try:
+            lead(self.group, "the halt file at the end", end)
+        finally:
+            self.work.clear()
+            self._let_go()
+
+    def _let_go(self) -> None:
         self.nodes.close()
         self.log.close()
         self.group.close()
@@ -187,17 +207,20 @@ class Job:
 
         self.lineage = lead(self.group, "the next line of history", begin)
         self.log.lineage = self.lineage
-        known = sorted({*self.nodes.found, *self.whole})
+        known = sorted({*self.nodes.found, *self.whole, *self.results})
         live = self.live(known)
         self.whole = [id for id in self.whole if id in live]
+        self.results = [id for id in self.results if id in live]
         self.nodes.forget_dead([id for id in known if id not in live])
 
     # -- this node ----------------------------------------------------------------------------------------------------
 
-    def settle(self, id: CheckpointId, level: Level) -> None:
+    def settle(self, id: CheckpointId, level: Level, *, is_checkpoint: bool) -> None:
         """All ranks hold their parts: let every node's cache say so. Collective."""
         states = self.nodes.states(id)
-        held = [state["held"] for state in states]
+        held = [state["held"] for state in states if state["held"] is not None]
+        if len(held) != self.group.size:
+            raise DamagedError(f"{id}: a rank cannot read its own record any more")
         refs = [RecordRef(record_name(Owner(rank)), item["nbytes"], item["digest"]) for rank, item in enumerate(held)]
         created = lead(self.group, "when it was whole", now)
         nbytes = sum(item["data_bytes"] for item in held)
@@ -208,15 +231,26 @@ class Job:
             files.put_new(self.home.manifest(id), manifest.dump(), point="manifest")
 
         each(self.group, "the word that a dataset is whole", keep)
-        if id not in self.whole:
-            self.whole = sorted([*self.whole, id])
+        self.note_whole(id, is_checkpoint=is_checkpoint)
+
+    def note_whole(self, id: CheckpointId, *, is_checkpoint: bool) -> None:
+        """It counts from now on. Local."""
+        if is_checkpoint:
+            self.whole = sorted({*self.whole, id})
+        else:
+            self.results = sorted({*self.results, id})
 
     def make_room(self) -> None:
         """Remove from this node's cache what newer datasets make needless. Local."""
         if self.settings.is_bypass or not self.nodes.is_first_here:
             return
-        for id in room.surplus(self.home, self.nodes.orders, self.group.rank, self.whole):
+        orders, rank = self.nodes.orders, self.group.rank
+        gone = room.surplus(self.home, orders, rank, self.whole)
+        # Output is of use until it is in the prefix; it must not push a checkpoint out.
+        gone += [id for id in self.results if id not in gone and cache.is_flushed(self.home, id, orders.here(rank))]
+        for id in gone:
             self.remove_here(id)
+        self.results = [id for id in self.results if id not in gone]
 
     def remove_here(self, id: CheckpointId) -> None:
         """A dataset, from this node's cache. A failure is an event."""

@@ -292,10 +292,11 @@ class Nodes:
     def _state(self, id: CheckpointId) -> dict[str, Any]:
         """What this rank holds of its own; in the words that `levels.duties` asks for."""
         path = self.home.checkpoint(id) / record_name(Owner(self._group.rank))
-        if not files.exists(path):
+        try:
+            data = files.get(path)
+            nbytes = Record.load(data, path=str(path)).nbytes
+        except (OSError, DamagedError):  # to be told, not raised: the others wait for an answer
             return {"held": None}
-        data = files.get(path)
-        nbytes = Record.load(data, path=str(path)).nbytes
         held = {"digest": document_digest(data), "nbytes": len(data), "data_bytes": nbytes, "suspect": None}
         return {"held": held}
 

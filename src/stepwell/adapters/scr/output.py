@@ -19,7 +19,7 @@ from stepwell.adapters.scr.files import look, relative_to, take_in
 from stepwell.adapters.scr.flush import conclude
 from stepwell.adapters.scr.index import CHECKPOINT, OUTPUT
 from stepwell.adapters.scr.job import Job
-from stepwell.errors import ConfigError, StepwellError
+from stepwell.errors import ConfigError, GroupError, StepwellError
 from stepwell.faults import crash_point
 from stepwell.groups.consent import each, lead
 from stepwell.levels import cache
@@ -73,7 +73,14 @@ class Outputs:
             return False
         is_checkpoint = bool(self.flags & CHECKPOINT)
         job.number += is_checkpoint
-        flush = self._protect(is_checkpoint)
+        try:
+            flush = self._protect(is_checkpoint)
+        except GroupError:
+            raise
+        except (OSError, StepwellError) as error:  # on all ranks: what fails there is told to all
+            job.number -= is_checkpoint
+            self._discard(str(error))
+            return False
         crash_point("manifest.durable")
         if is_checkpoint:
             lead(job.group, "checkpoints left", self._count)
@@ -113,7 +120,7 @@ class Outputs:
         job, id, settings = self._job, self.id, self._job.settings
         if settings.is_bypass:
             lead(job.group, "a dataset in the prefix", lambda: bool(conclude(job.prefix, id, settings.prefix_size)))
-            job.whole.append(id)
+            job.note_whole(id, is_checkpoint=is_checkpoint)
             self._tell(0)
             return False
         done = job.nodes.protect(id, settings.scheme(job.number))
@@ -125,7 +132,7 @@ class Outputs:
 
         flush: bool = lead(job.group, "whether it goes to the prefix", decide)
         degraded = {**done.alone, **done.failed}
-        job.settle(id, Level(flush, degraded))
+        job.settle(id, Level(flush, degraded), is_checkpoint=is_checkpoint)
         if degraded and job.owner.is_leader:
             job.log.emit(Degraded(step=id.step, ranks=sorted(map(int, degraded)), reasons=degraded))
         self._tell(done.nbytes)

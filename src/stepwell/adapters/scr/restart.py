@@ -26,7 +26,7 @@ from stepwell.levels.copies import keep_shard
 from stepwell.levels.duties import near_fill
 from stepwell.levels.events import Degraded
 from stepwell.store import catalog, files
-from stepwell.store.lineage import read_history
+from stepwell.store.lineage import read_history, read_lineages
 from stepwell.types import CheckpointId
 
 
@@ -70,7 +70,7 @@ class Restarts:
         job, settings = self._job, self._job.settings
         index, history = job.prefix.index(), read_history(job.prefix.paths)
         listed = {item.id: item for item in job.prefix.datasets()} if settings.is_fetching else {}
-        chosen = settings.current or (index.current if index.is_pinned else "")
+        chosen = index.current if index.is_pinned else settings.current
         found: list[tuple[CheckpointId, Description, int]] = []
         for id in sorted({*job.nodes.found, *listed}, reverse=True):
             is_cached = settings.is_distributing and job.nodes.is_whole(id)
@@ -87,9 +87,15 @@ class Restarts:
                 continue
             found.append((id, description, size))
         first = next((item for item in found if item[1].name == chosen), None) if chosen else None
+        if first is not None and not index.is_pinned and self._was_gone_on_from(first[0]):
+            first = None  # SCR_CURRENT is still set from a start before this one
         rest = [item for item in found if history.is_live(item[0]) and (first is None or item[0] < first[0])]
         order = rest if first is None else [first, *rest]
         return [[id.directory, description.name, size, description.number] for id, description, size in order]
+
+    def _was_gone_on_from(self, id: CheckpointId) -> bool:
+        lineages, _ = read_lineages(self._job.prefix.paths)
+        return any((line.parent, line.step) == (id.lineage, id.step) for line in lineages.values())
 
     def _bring(self, id: CheckpointId, name: str, size: int, number: int) -> bool:
         job = self._job
@@ -104,7 +110,7 @@ class Restarts:
         if size == job.group.size and not job.settings.is_bypass:
             done = job.nodes.protect(id, job.settings.scheme(number))
             degraded = {**done.alone, **done.failed}
-            job.settle(id, Level(flush=False, degraded=degraded))
+            job.settle(id, Level(flush=False, degraded=degraded), is_checkpoint=True)
             if degraded and job.owner.is_leader:
                 job.log.emit(Degraded(step=id.step, ranks=sorted(map(int, degraded)), reasons=degraded))
         return True
@@ -244,6 +250,8 @@ class Restarts:
         job.group.barrier("a dataset is gone")
 
     def _let_go(self, id: CheckpointId) -> None:
-        self._job.whole = [other for other in self._job.whole if other != id]
+        job = self._job
+        job.whole = [other for other in job.whole if other != id]
+        job.results = [other for other in job.results if other != id]
         if self._offered is not None and self._offered[0] == id:
             self._offered = None

@@ -15,6 +15,7 @@ from stepwell.adapters.scr.parameters import HONOURED, IGNORED, Config
 from stepwell.cli.main import main
 from stepwell.errors import ConfigError
 from stepwell.levels.spec import Partner, ReedSolomon, Single, Xor
+from stepwell.store.lineage import create_next
 from tests.adapters.scr_job import flip
 from tests.adapters.test_scr_states import end, no_waiting_for_the_disk, place
 
@@ -323,6 +324,29 @@ def test_fetch_and_distribute_can_be_switched_off(place: Path, monkeypatch: pyte
             scr.init()
             assert scr.have_restart() == expected
             scr.finalize()
+
+
+def test_a_job_that_was_overtaken_does_not_write(place: Path) -> None:
+    scr.config("SCR_FLUSH=1")
+    scr.init()
+    write("one", {"f": b"1"})
+    create_next(Prefix(place).paths, parent=1, step=1)  # another job went on from there
+    with pytest.raises(RuntimeError, match="lineage 2 continues"):
+        scr.start_output("two", scr.FLAG_CHECKPOINT)
+    scr.finalize()
+    assert [item.name for item in Prefix(place).datasets()] == ["one"]
+
+
+@pytest.mark.parametrize("name", ["index.json", "halt.json"])
+def test_a_damaged_index_costs_what_it_said_and_no_dataset(place: Path, name: str) -> None:
+    scr.config("SCR_FLUSH=1")
+    scr.init()
+    write("one", {"f": b"1"})
+    scr.finalize()
+    flip(place / ".stepwell-scr" / name, 20)
+    scr.init()
+    assert scr.have_restart() == "one"
+    assert not scr.should_exit()
 
 
 # -- when -------------------------------------------------------------------------------------------------------------

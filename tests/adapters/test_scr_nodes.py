@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from stepwell.cli.main import main
 from tests.adapters.scr_job import ScrJob, flip
+from tests.adapters.scr_program import content
 from tests.crash.harness import Server
 from tests.ranks.conftest import soak
 
@@ -186,3 +189,39 @@ def test_a_prefix_that_fails_is_no_end(job: ScrJob) -> None:
     assert job.same(launch)["made"] == [[1, True], [2, True]]
     assert job.in_prefix() == ["ckpt.1", "ckpt.2"]
     assert "flush-failed" in job.event_kinds()
+
+
+@pytest.mark.soak
+def test_scavenge_rebuilds_what_a_lost_node_had(job: ScrJob) -> None:
+    run_and_kill(job, "--steps", 2, SCR_COPY_TYPE="XOR", SCR_FLUSH="0")
+    job.lose("b")
+    caches = [str(job.node(name)) for name in "acd"]
+    flipped = next(path for path in job.cached_files("a") if path.stat().st_size > 1000)
+    found = CliRunner().invoke(main, ["scavenge", str(job.prefix.root), *caches])
+    assert found.exit_code == 0, found.output
+    assert job.in_prefix() == ["ckpt.2"]
+    for rank in range(4):
+        assert (job.prefix.root / "ckpt.2" / "data" / f"{rank}.bin").read_bytes() == content(2, rank)
+    # Control: with one more loss than the set survives, nothing is made up.
+    found = CliRunner().invoke(main, ["index", str(job.prefix.root), "--delete", "ckpt.2"])
+    assert found.exit_code == 0, found.output
+    flip(flipped)
+    found = CliRunner().invoke(main, ["scavenge", str(job.prefix.root), *caches])
+    assert "ckpt.2: parts are missing" in found.output
+    assert "carried  ckpt.1" in found.output
+
+
+@pytest.mark.soak
+def test_several_ranks_on_a_node(job: ScrJob) -> None:
+    env = {"SCR_COPY_TYPE": "XOR", "SCR_FLUSH": "0"}
+    run_and_kill(job, nodes="aabb", **env)
+    job.lose("b")
+    assert restart(job, "aaxx", "--steps", 4, **env)["seen"] == [[3, True]]
+
+
+@pytest.mark.soak
+def test_a_rank_that_is_gone_ends_the_others_with_its_number(job: ScrJob) -> None:
+    launch = job.start("abcd", "--steps", 3, STEPWELL_CRASH="record.written:2:2", STEPWELL_GROUP_SECONDS="5")
+    statuses = launch.wait()
+    assert statuses[2] == -9 and all(status > 0 for status in (statuses[0], statuses[1], statuses[3]))
+    assert "ScrError" in launch.ranks[0].log() and "rank 2 did not take part" in launch.ranks[0].log()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeVar
 
 from stepwell.adapters.scr.files import FOLDER, PUBLISHED, Description
 from stepwell.errors import DamagedError
@@ -35,6 +35,7 @@ HALT: Final = "stepwell.scr-halt/1"
 FINALIZED: Final = "FINALIZE_CALLED"
 CHECKPOINT, OUTPUT = 1, 2
 _MAX_BYTES: Final = 16 << 20
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -106,13 +107,13 @@ class Prefix:
 
     def index(self) -> Index:
         """What the index says."""
-        found = self._read("index.json", INDEX)
-        if found is None:
-            return Index()
-        fields = Fields(found, path="index.json")
-        failed = {str(key): str(reason) for key, reason in dict(fields.raw("failed")).items()}
-        dropped = tuple(str(name) for name in fields.items("dropped"))
-        return Index(fields.text("current"), fields.flag("is_pinned"), failed, dropped)
+
+        def parse(fields: Fields) -> Index:
+            failed = {str(key): str(reason) for key, reason in dict(fields.raw("failed")).items()}
+            dropped = tuple(str(name) for name in fields.items("dropped"))
+            return Index(fields.text("current"), fields.flag("is_pinned"), failed, dropped)
+
+        return self._read("index.json", INDEX, parse) or Index()
 
     def change_index(self, change: Callable[[Index], Index]) -> Index:
         """Read, change and replace it. Raises OSError."""
@@ -123,13 +124,13 @@ class Prefix:
 
     def halt(self) -> Halt:
         """What the halt file says."""
-        found = self._read("halt.json", HALT)
-        if found is None:
-            return Halt()
-        fields = Fields(found, path="halt.json")
-        left = fields.raw("checkpoints_left")
-        times = (fields.number(key) for key in ("exit_before", "exit_after", "seconds"))
-        return Halt(fields.text("reason"), left if type(left) is int else None, *times)
+
+        def parse(fields: Fields) -> Halt:
+            left = fields.raw("checkpoints_left")
+            times = (fields.number(key) for key in ("exit_before", "exit_after", "seconds"))
+            return Halt(fields.text("reason"), left if type(left) is int else None, *times)
+
+        return self._read("halt.json", HALT, parse) or Halt()
 
     def change_halt(self, change: Callable[[Halt], Halt]) -> Halt:
         """Read, change and replace it. Raises OSError."""
@@ -149,13 +150,13 @@ class Prefix:
 
         self.change_halt(change)
 
-    def _read(self, name: str, kind: str) -> dict[str, Any] | None:
+    def _read(self, name: str, kind: str, parse: Callable[[Fields], T]) -> T | None:
         path = self.folder / name
         if not files.exists(path):
             return None
         try:
-            return unseal(files.get(path, limit=_MAX_BYTES), path=str(path), kind=kind)
-        except DamagedError as error:
+            return parse(Fields(unseal(files.get(path, limit=_MAX_BYTES), path=str(path), kind=kind), path=str(path)))
+        except (DamagedError, TypeError, ValueError) as error:
             logger.warning("%s; it counts as absent", error)
             return None
 

@@ -26,7 +26,7 @@ from stepwell.levels import cache
 from stepwell.levels.cache import Level
 from stepwell.levels.events import Degraded
 from stepwell.levels.events import Protected as ProtectedEvent
-from stepwell.store import assemble, files
+from stepwell.store import assemble, commit, files
 from stepwell.types import CheckpointId
 
 _MOST_WAITING: Final = 2
@@ -55,8 +55,11 @@ class Outputs:
                 raise ConfigError(f"start_output: rank {rank} began {other!r}, {its_flags}, rank 0 {told[0][:2]!r}")
         self.began = time.monotonic()
         job.begin_lineage()
+        id = CheckpointId(job.last + 1, 0, job.lineage)
+        # A job that was frozen while another one went on must not write, nor make room, in the other one's caches.
+        lead(job.group, "whether the run is still ours", lambda: commit.check_fence(job.prefix.paths, id))
         job.last += 1
-        self.name, self.flags, self.id = name, flags, CheckpointId(job.last, 0, job.lineage)
+        self.name, self.flags, self.id = name, flags, id
         job.work.clear()
         each(job.group, "a place for the dataset", lambda: files.make_directory(job.home.checkpoint(self.id)))
 

@@ -118,6 +118,13 @@ def connect(args: argparse.Namespace) -> int:
     return 0
 
 
+def leave(place: Path, text: str) -> None:
+    """For whoever looks: whole, or not there."""
+    temporary = place.with_name(f"{place.name}.tmp")
+    temporary.write_text(text)
+    temporary.rename(place)
+
+
 def main() -> None:
     args = options()
     rank = connect(args)
@@ -128,16 +135,15 @@ def main() -> None:
     scr.init()
     seen: list[Any] = []
     start = load(rank, args, seen)
+    leave(args.folder / f"seen.{launch}.{rank}", json.dumps(start))
     made = []
     for step in range(start + 1, args.steps + 1):
         if scr.need_checkpoint():
             made.append([step, save(step, rank, args)])
+            leave(args.folder / f"done.{rank}", str(step))
         if scr.should_exit():
             break
-    name = f"result.{launch}.{rank}"
-    temporary = args.folder / f"{name}.tmp"
-    temporary.write_text(json.dumps({"seen": seen, "made": made}))
-    temporary.rename(args.folder / name)
+    leave(args.folder / f"result.{launch}.{rank}", json.dumps({"seen": seen, "made": made}))
     if args.stay:
         signal.pause()
     scr.finalize()

@@ -261,6 +261,20 @@ def test_damage_in_cache_and_prefix_leads_to_the_older_one(place: Path) -> None:
     scr.complete_restart()
 
 
+def test_control_without_the_check_the_damage_is_handed_out(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepwell.adapters.scr.nodes.check_document", lambda path: None)
+    scr.config("SCR_FLUSH=1")
+    scr.init()
+    write("one", {"f": b"1" * 3000})
+    scr.finalize()
+    (path,) = place.glob("cache/*/*/runs/*/step-*/rank-*.file")
+    flip(path)
+    scr.init()
+    assert scr.have_restart() == "one"
+    scr.start_restart()
+    assert read("f") != [b"1" * 3000]
+
+
 def test_damage_in_the_cache_is_repaired_from_the_prefix(place: Path) -> None:
     scr.config("SCR_FLUSH=1")
     scr.init()

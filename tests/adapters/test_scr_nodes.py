@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from click.testing import CliRunner
 from stepwell.cli.main import main
 from tests.adapters.scr_job import ScrJob, flip
 from tests.adapters.scr_program import content
-from tests.crash.harness import Server
+from tests.crash.harness import Server, report
 from tests.ranks.conftest import soak
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -225,3 +228,33 @@ def test_a_rank_that_is_gone_ends_the_others_with_its_number(job: ScrJob) -> Non
     statuses = launch.wait()
     assert statuses[2] == -9 and all(status > 0 for status in (statuses[0], statuses[1], statuses[3]))
     assert "ScrError" in launch.ranks[0].log() and "rank 2 did not take part" in launch.ranks[0].log()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scheme", ["PARTNER", "XOR", "RS"])
+def test_kills_at_any_moment_and_lost_nodes(job: ScrJob, scheme: str) -> None:
+    """What `complete_output` called whole on any rank is never lost, and what is read is what was written."""
+    seed = int(os.environ.get("STEPWELL_SOAK_SEED") or random.randrange(1 << 30))
+    dice, nodes, best, lost = random.Random(seed), list("abcd"), 0, 0
+    rounds = 10
+    for number in range(rounds):
+        env = {"SCR_COPY_TYPE": scheme, "SCR_FLUSH": "3", "SCR_FLUSH_ASYNC": "1"}
+        launch = job.start(nodes, "--steps", 100000, **env)
+        places = [job.folder / f"seen.{launch.number}.{rank}" for rank in range(4)]
+        job.wait_while_alive_or_ended(launch, places)
+        began = {int(place.read_text()) for place in places}
+        assert len(began) == 1 and min(began) >= best, (seed, number, began, best)
+        time.sleep(dice.uniform(0.0, 2.0))  # the moment of the kill
+        launch.kill()
+        launch.end_store()
+        done = [int(place.read_text()) for place in job.folder.glob("done.?")]
+        best = max([best, *began, *done])
+        if dice.random() < 0.6:
+            where = dice.randrange(4)
+            job.lose(nodes[where])
+            nodes[where] = f"{nodes[where][0]}{number}"
+            lost += 1
+    found = CliRunner().invoke(main, ["verify", str(job.paths.root)])
+    assert found.exit_code == 0 or "no checkpoint" in found.output, (seed, found.output)
+    report(f"scr, {scheme}: {rounds} kills, {lost} lost nodes, {best} checkpoints, seed {seed}")

@@ -27,7 +27,7 @@ from stepwell.errors import ConfigError, DamagedError, StepwellError
 from stepwell.format.manifest import Manifest, RecordRef
 from stepwell.groups.choose import find_group
 from stepwell.groups.consent import each, lead
-from stepwell.groups.group import Group
+from stepwell.groups.group import Group, default_seconds
 from stepwell.journal import EventLog
 from stepwell.levels import cache, room
 from stepwell.levels.cache import Level
@@ -87,7 +87,7 @@ class Job:
                 job.log.emit(ParameterIgnored(name=name, reason=reason))
         try:
             job.nodes.meet()
-            job._tidy()
+            each(group, "tidying up", job._tidy)
             job.nodes.share()
             job._look()
             job._resume()
@@ -157,7 +157,7 @@ class Job:
 
     def close(self) -> None:
         """Carry what is under way, and leave. What the prefix does not take in time stays in the caches."""
-        seconds = float(os.environ.get(_CLOSE_SECONDS) or 120)
+        seconds = min(float(os.environ.get(_CLOSE_SECONDS) or 120), default_seconds() / 2)  # the others wait for rank 0
         if not self.carrier.wait(seconds):
             for id in self.carrier.waiting:
                 error = f"not in the prefix within {seconds:g} s"

@@ -258,3 +258,15 @@ def test_kills_at_any_moment_and_lost_nodes(job: ScrJob, scheme: str) -> None:
     found = CliRunner().invoke(main, ["verify", str(job.paths.root)])
     assert found.exit_code == 0 or "no checkpoint" in found.output, (seed, found.output)
     report(f"scr, {scheme}: {rounds} kills, {lost} lost nodes, {best} checkpoints, seed {seed}")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("is_async", ["0", "1"])
+def test_a_prefix_that_never_takes_anything_leaves_all_to_the_next_start(job: ScrJob, is_async: str) -> None:
+    env = {"SCR_COPY_TYPE": "SINGLE", "SCR_FLUSH": "1", "SCR_FLUSH_ASYNC": is_async}
+    launch = job.start("abcd", "--steps", 2, STEPWELL_FAULT="fallocate:EIO:1+", STEPWELL_CLOSE_SECONDS="1", **env)
+    launch.wait_well()
+    assert job.same(launch)["made"] == [[1, True], [2, True]]
+    assert job.in_prefix() == []
+    assert restart(job, "abcd", "--steps", 2, **env)["seen"] == [[2, True]]
+    assert job.in_prefix() == ["ckpt.1", "ckpt.2"]

@@ -34,6 +34,8 @@ def options() -> argparse.Namespace:
     add("--horovod", action="store_true")
     add("--refuse", default="", help="STEP:RANK says that its output is not valid")
     add("--unwritten", default="", help="STEP:RANK routes a file that it does not write")
+    add("--rename", default="", help="STEP:RANK begins another dataset than the others")
+    add("--share", type=int, help="in this step all ranks write the same file")
     add("--misread", default="", help="STEP:RANK says that it cannot use what it read")
     add("--stay", action="store_true", help="after the last step wait to be killed, instead of finalize()")
     add("--same-name", action="store_true", help="every checkpoint has the same file names")
@@ -63,8 +65,13 @@ def paths(step: int, rank: int, args: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def save(step: int, rank: int, args: argparse.Namespace) -> bool:
-    scr.start_output(f"ckpt.{step}", scr.FLAG_CHECKPOINT)
+def save(step: int, rank: int, args: argparse.Namespace) -> bool | str:
+    try:
+        scr.start_output(f"other.{step}" if args.rename == f"{step}:{rank}" else f"ckpt.{step}", scr.FLAG_CHECKPOINT)
+    except RuntimeError as error:
+        return str(error)
+    if args.share == step:
+        Path(scr.route_file(f"{os.environ['SCR_PREFIX']}/shared")).write_bytes(b"shared")
     routed = {kind: scr.route_file(path) for kind, path in paths(step, rank, args).items()}
     if rank != 3:  # one rank has a single file
         torch.save(state(step, rank), routed["model"])

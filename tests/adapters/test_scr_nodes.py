@@ -270,3 +270,13 @@ def test_a_prefix_that_never_takes_anything_leaves_all_to_the_next_start(job: Sc
     assert job.in_prefix() == []
     assert restart(job, "abcd", "--steps", 2, **env)["seen"] == [[2, True]]
     assert job.in_prefix() == ["ckpt.1", "ckpt.2"]
+
+
+@pytest.mark.soak
+def test_ranks_that_do_not_agree_are_told_and_go_on(job: ScrJob) -> None:
+    launch = job.start("abcd", "--steps", 4, "--rename", "2:3", "--share", 3, SCR_FLUSH="0")
+    launch.wait_well()
+    (first, second, third, fourth) = job.same(launch)["made"]
+    assert (first, third, fourth) == ([1, True], [3, False], [4, True])
+    assert "rank 3 began 'other.2'" in second[1]
+    assert any("written by several ranks" in str(event) for event in job.rank_events(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -340,6 +341,28 @@ def test_fetch_and_distribute_can_be_switched_off(place: Path, monkeypatch: pyte
             scr.finalize()
 
 
+def test_purging_and_flushing_at_a_restart(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scr.config("SCR_FLUSH=0")
+    scr.init()
+    for number in (1, 2):
+        write(f"c{number}", {f"c{number}": b"%d" % number})
+    scr.finalize()
+    monkeypatch.setenv("SCR_FLUSH_ON_RESTART", "1")
+    scr.init()
+    assert scr.have_restart() == "c2"
+    scr.start_restart()
+    assert scr.complete_restart()
+    assert (place / "c2").read_bytes() == b"2"
+    scr.finalize()
+    monkeypatch.setenv("SCR_CACHE_PURGE", "1")
+    scr.init()
+    assert not list(place.glob("cache/*/*/runs/*/step-*"))
+    assert scr.have_restart() == "c2", "from the prefix; the other one is gone"
+    scr.start_restart()
+    assert scr.complete_restart(False) is False
+    assert scr.have_restart() is None
+
+
 def test_a_job_that_was_overtaken_does_not_write(place: Path) -> None:
     scr.config("SCR_FLUSH=1")
     scr.init()
@@ -457,6 +480,11 @@ def test_what_parameters_mean(place: Path) -> None:
         "SCR_CRC_ON_FLUSH",
         "SCR_NONSENSE",
     }
+    host = socket.gethostname()
+    assert settle().domain is None
+    assert settle("SCR_GROUP=POWER", f"GROUPS={host} POWER=psu1 SWITCH=3").domain == "POWER=psu1"
+    with pytest.raises(ConfigError, match="GROUPS="):
+        settle("SCR_GROUP=POWER")
     for line in ("SCR_FLUSH=x", "SCR_FLUSH=-1", "SCR_FLUSH=1.5", "SCR_COPY_TYPE=RAID", "SCR_COPY_TYPE=FILE"):
         with pytest.raises(ConfigError, match=line.split("=")[0]):
             settle(line)

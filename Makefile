@@ -24,11 +24,11 @@ soak: $(STAMP)
 # MPI, Horovod and Azurite are installed beside the virtual environment, in build: without them their tests skip.
 test-mpi: $(STAMP)
 	@tests/groups/get_mpi.sh $(PY)
-	@PYTHONPATH=$(CURDIR)/build/mpi $(PY) -m pytest tests/groups -k mpi
+	@PYTHONPATH=$(CURDIR)/build/mpi $(PY) -m pytest tests/groups tests/adapters/test_scr_frameworks.py -k mpi
 
 test-horovod: $(STAMP)
 	@tests/groups/get_horovod.sh $(CURDIR)/$(PY)
-	@PYTHONPATH=$(CURDIR)/build/horovod/site $(PY) -m pytest tests/groups -k horovod
+	@PYTHONPATH=$(CURDIR)/build/horovod/site $(PY) -m pytest tests/groups tests/adapters/test_scr_frameworks.py -k horovod
 
 test-azure: $(STAMP)
 	@test -d build/azurite/node_modules/azurite || npm install --silent --no-audit --no-fund --prefix build/azurite azurite

@@ -27,6 +27,10 @@ COMMANDS: Final[dict[str, str]] = {
     "export": "stepwell.cli.export:export",
     "prove": "stepwell.cli.prove:prove",
     "store": "stepwell.cli.store:store",
+    "index": "stepwell.cli.index:index",
+    "halt": "stepwell.cli.halt:halt",
+    "scavenge": "stepwell.cli.scavenge:scavenge",
+    "flush": "stepwell.cli.scavenge:flush",
 }
 """Command -> module:function."""
 
@@ -41,6 +45,10 @@ SUMMARIES: Final[dict[str, str]] = {
     "export": "Write a checkpoint as one safetensors or torch file.",
     "prove": "Kill a training script again and again; show that it ends the same.",
     "store": "Serve the store of a job with spare nodes.",
+    "index": "SCR interface: list datasets, choose the one to restart from.",
+    "halt": "SCR interface: tell a job when to stop.",
+    "scavenge": "SCR interface: save datasets from the nodes' caches after the last run.",
+    "flush": "SCR interface: end flushes that were broken off.",
 }
 """What `--help` says of each, so that it need not import them."""
 

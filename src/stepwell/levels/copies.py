@@ -61,11 +61,14 @@ def copy_shard(peer: Reader, paths: RunPaths, id: CheckpointId, run: str, item: 
     return record
 
 
-def keep_shard(paths: RunPaths, record: Record, data: bytes, fill: Fill) -> None:
-    """Write a shard whose bytes come from elsewhere; `data` are those of its record. Raises OSError or DamagedError."""
+def keep_shard(paths: RunPaths, record: Record, data: bytes, fill: Fill, *, may_link: bool = True) -> None:
+    """Write a shard whose bytes come from elsewhere; `data` are those of its record. Raises OSError or DamagedError.
+
+    may_link:  a file that an older shard has too is linked; not where others may change that one in place
+    """
     directory = paths.checkpoint(record.id)
     files.make_directory(directory)
-    older = _older(paths, record)
+    older = _older(paths, record) if may_link else {}
     for file in record.files:
         final = directory / file.name
         assert isinstance(final, Path)

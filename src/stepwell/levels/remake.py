@@ -15,9 +15,8 @@ from stepwell.format.checksum import document_digest
 from stepwell.format.parity import Parity, parity_name
 from stepwell.format.record import FileEntry, Record
 from stepwell.levels import cache
-from stepwell.levels.copies import Fill, fetch_record
+from stepwell.levels.copies import Fill, Reader, fetch_record
 from stepwell.levels.duties import near_fill, near_shard
-from stepwell.levels.fetch import Peer
 from stepwell.levels.inventory import HeldParity, Inventory, Loss, Node, Place
 from stepwell.levels.parity import Shard, find_parity, rebuild, record_copy
 from stepwell.store import files
@@ -41,13 +40,13 @@ def tell(paths: RunPaths, id: CheckpointId, run: str) -> Node:
 
 @dataclass(frozen=True)
 class Reach:
-    """The way to what any node holds of one checkpoint. `peer`: an agent on a node, by its name."""
+    """The way to what any node holds of one checkpoint. `peer`: who reads on a node, by its name."""
 
     paths: RunPaths
     id: CheckpointId
     run: str
     node: str
-    peer: Callable[[str], Peer]
+    peer: Callable[[str], Reader]
 
     def shard(self, node: str, item: cache.Held) -> Shard:
         """A rank's record, and the way to its files. Raises OSError or DamagedError."""

@@ -141,3 +141,8 @@ def describe(paths: RunPaths, id: CheckpointId, run: str) -> dict[str, Any]:
     if level is not None and files.exists(manifest):
         decision = [files.get(manifest).decode(), level.dump().decode()]
     return {"shards": dump_held(held(paths, id, run)), "decision": decision}
+
+
+def owner_files(paths: RunPaths, id: CheckpointId, owner: Owner) -> list[str]:
+    """Names of what belongs to one rank in a checkpoint's directory."""
+    return [name for name in files.list_names(paths.checkpoint(id)) if name.startswith(f"{owner.stem}.")]

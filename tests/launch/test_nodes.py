@@ -69,7 +69,7 @@ def test_a_worker_crash_moves_nobody_and_a_dead_node_only_its_spare(
     cluster.check_log(undisturbed(2, EPOCHS))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_out_of_spares_ends_every_survivor_with_its_status(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(2, 3, epochs=200, spare_timeout=1, min_free_gb=0)
     cluster.start("a", "b")
@@ -82,7 +82,7 @@ def test_out_of_spares_ends_every_survivor_with_its_status(make_cluster: MakeClu
     assert cluster.codes(["late"]) == {"late": codes.OUT_OF_SPARES}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_lost_store_ends_every_agent(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(1, 2, epochs=200)
     cluster.start("a", "b")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.levels.cluster import Cluster
-from tests.ranks.conftest import MakeJob, Straight
+from tests.ranks.conftest import MakeJob, Straight, soak
 
 SAMPLES = 96
 ARGUMENTS = ("--samples", SAMPLES, "--epochs", 6)
@@ -19,7 +19,7 @@ def check(job: Cluster, reference: Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("protect", ["Pairs()", "Partner()", "Xor(4)", "ReedSolomon(4, 2)"])
+@pytest.mark.parametrize("protect", ["Pairs()", soak("Partner()"), soak("Xor(4)"), "ReedSolomon(4, 2)"])
 def test_a_node_is_lost_and_a_spare_takes_its_place(protect: str, make_job: MakeJob, straight: Straight) -> None:
     job = make_job("job", "--sleep", 0.02, "--protect", protect, *ARGUMENTS, kind=Cluster)
     launch = job.start("abcd")

@@ -15,11 +15,12 @@ from stepwell import journal
 from stepwell.agent.keeper import Keeper
 from stepwell.agent.writer import Writer
 from stepwell.levels.cache import Level
+from stepwell.levels.copies import keep_shard
 from stepwell.levels.orders import Orders, Seat, run_cache
 from stepwell.levels.secret import draw_secret
 from stepwell.levels.spec import Pairs, Shared
 from stepwell.types import CheckpointId, Keep, Owner
-from tests.levels.field import RUN
+from tests.levels.field import RUN, from_memory, make_record
 
 
 def make_keeper(place: Path, lineage: int = 2, rank: int = 0) -> Keeper:
@@ -115,3 +116,16 @@ def test_a_duty_that_cannot_be_done_holds_up_only_so_many(tmp_path: Path, monkey
         first = SimpleNamespace(id=ids[0], run=RUN, meta=meta)
         assert keeper._lead(first, 1.0) == (count == 4)  # type: ignore[arg-type]
     assert keeper.why_degraded(ids[0]) == "rank 1: not done in time"
+
+
+def test_what_all_went_on_from_is_carried_on_even_if_a_newer_one_is_whole(tmp_path: Path) -> None:
+    """Some ranks may have begun to carry it: rank 0 would wait for this one's part until its patience ends."""
+    keeper, added = make_keeper(tmp_path), []
+    keeper.on_whole = added.append
+    old, new = CheckpointId(3, 0, 1), CheckpointId(6, 0, 2)
+    Path(str(keeper.paths.root)).mkdir(parents=True)
+    record = make_record(old, keeper.owner, {})
+    keep_shard(keeper.paths, record, record.dump(), from_memory({}))
+    keeper._keep_decision(old, b"{}", Level(flush=True).dump())
+    keeper._whole.append(new)
+    assert keeper.rehold(old) and added == [old]

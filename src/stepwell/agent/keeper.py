@@ -332,12 +332,14 @@ class Keeper(Persister):
             is_held = assemble.find_record(self.paths, id, self.owner) is not None
         if not is_held or not files.exists(self.paths.manifest(id)):
             self._rehold_part(id)
+        self._pass_on(id)  # at once, on all ranks: rank 0 would wait for one that had found a newer one first
+        if self.has_newer(id):
+            return True
         self._protect(id)
         if id not in self._done and id not in self._failed:
             return False
         if id in self._done and id not in self._whole:
             self._whole = sorted([id, *self._whole])
-            self._pass_on(id)
         return True
 
     def _rehold_part(self, id: CheckpointId) -> None:

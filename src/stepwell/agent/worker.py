@@ -94,6 +94,7 @@ class Worker:
     def is_idle(self) -> bool:
         """Whether nothing is being done and nothing waits to be done."""
         is_done = self.busy is None and not self._sweeps_due and not self._voids and not self.queue.is_waiting()
+        is_done = is_done and (self._again is None or self._again_at > 0)  # it may have to be carried on
         return is_done and (self.flusher is None or self.flusher.is_idle)
 
     def may_leave(self, late_seconds: float) -> bool:
@@ -155,9 +156,10 @@ class Worker:
         """After a restart: hold and protect again what all went on from, beside everything else."""
         keeper, id = self.persister, self._again
         assert isinstance(keeper, Keeper) and id is not None
-        is_over = keeper.has_newer(id)
+        is_over = False
         with contextlib.suppress(OSError, StepwellError):  # again in a moment, or the next checkpoint does
-            is_over = is_over or keeper.rehold(id)
+            is_over = keeper.rehold(id)
+        is_over = is_over or keeper.has_newer(id)
         with self.lock:
             self._again_pause = min(10.0, 1.5 * self._again_pause)
             self._again, self._again_at = (None if is_over else id), time.monotonic() + self._again_pause

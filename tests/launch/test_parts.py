@@ -168,6 +168,7 @@ def test_a_wrong_option_ends_torchrun_with_a_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.soak
 def test_a_refused_node_ends_torchrun_with_its_status(tmp_path: Path) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     words = ("--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{server.port}", "--rdzv-conf=min_free_gb=1000000000")
@@ -177,6 +178,7 @@ def test_a_refused_node_ends_torchrun_with_its_status(tmp_path: Path) -> None:
     assert other.returncode == 1 and "started with --nnodes=2:2, the job with --nnodes=1:2" in other.stderr
 
 
+@pytest.mark.soak
 def test_a_store_that_is_not_there_ends_torchrun_with_its_status(tmp_path: Path) -> None:
     done = agent(tmp_path, "--rdzv-id=job", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-conf=store_seconds=4")
     assert done.returncode == codes.STORE_LOST and "the store 127.0.0.1:1 is lost" in done.stderr

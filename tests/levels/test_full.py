@@ -57,7 +57,7 @@ def small(make_job: MakeJob) -> Iterator[Small]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("full", "protect"), [("b", "Pairs()"), soak("a", "Pairs()"), soak("b", "Xor(4)")])
+@pytest.mark.parametrize(("full", "protect"), [soak("b", "Pairs()"), soak("a", "Pairs()"), soak("b", "Xor(4)")])
 def test_a_node_without_room_costs_its_checkpoints_and_nothing_else(
     full: str, protect: str, small: Small, straight: Straight
 ) -> None:

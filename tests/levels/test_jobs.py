@@ -94,7 +94,7 @@ def test_nodes_are_lost_at_once(protect: str, lost: str, after: str, make_job: M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["lost", soak("new")])
+@pytest.mark.parametrize("how", [soak("lost"), soak("new")])
 def test_without_any_cache_the_shared_place_has_it(how: str, make_job: MakeJob, straight: Straight) -> None:
     """And another run's cache in the same directories is not touched."""
     job = make_job("job", *SLEEP, "--protect", "Pairs()", "--flush", 2, *ARGUMENTS, kind=Cluster)
@@ -146,7 +146,7 @@ def test_a_node_that_returns_with_another_history_is_not_believed(make_job: Make
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("protect", ["Pairs()", soak("Xor(4)"), soak("ReedSolomon(4, 2)")])
+@pytest.mark.parametrize("protect", [soak("Pairs()"), soak("Xor(4)"), soak("ReedSolomon(4, 2)")])
 def test_agents_are_killed_while_training_goes_on(protect: str, make_job: MakeJob, straight: Straight) -> None:
     job = make_job("job", *SLEEP, "--protect", protect, "--flush", 2, *ARGUMENTS, kind=Cluster)
     launch, draw = job.start("aabb" if protect == "Pairs()" else "abcd"), random.Random(5)

@@ -25,10 +25,7 @@ AGENTS = sorted(point for point in OF_LEVELS if POINTS[point].startswith("agent"
 SHORT = {
     ("agent", "copy.middle-of-file", 1),
     ("all", "parity.written", 1),
-    ("agent", "parity.written", 0),
-    ("agent", "flush.middle", 2),
     ("agent", "flush.gathered", 0),
-    ("all", "level.linked", 0),
 }
 """Those that are played each time; the others are left to `make soak`."""
 

@@ -82,7 +82,7 @@ def test_an_agent_that_comes_later_knows_what_is_whole_and_what_has_to_go_on(tmp
 
 def test_peers_that_do_not_answer_are_waited_for_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader's thread also writes its own part: a node that hangs, with many ranks, must not take all its time."""
-    monkeypatch.setattr("stepwell.levels.peers._SECONDS", 0.5)
+    monkeypatch.setattr("stepwell.levels.peers._ASK_SECONDS", 0.5)
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
         seats = tuple(Seat("b", "b", *sock.getsockname()[:2]) for sock in silent)
@@ -95,7 +95,7 @@ def test_peers_that_do_not_answer_are_waited_for_one_at_a_time(tmp_path: Path, m
         pending = SimpleNamespace(id=CheckpointId(3, 0, 1), run=RUN, meta={})
         asked = []
         ask = keeper.peers.peer
-        monkeypatch.setattr(keeper.peers, "peer", lambda rank: asked.append(rank) or ask(rank))
+        monkeypatch.setattr(keeper.peers, "peer", lambda rank, seconds: asked.append(rank) or ask(rank, seconds))
         for _ in range(3):
             assert not keeper._lead(pending, 1.0)  # type: ignore[arg-type]
         assert asked == [1], "not the others of that node, and not that one again at once"

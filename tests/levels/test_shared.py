@@ -115,7 +115,7 @@ def test_a_shared_place_in_trouble_holds_nothing_up(trouble: str, apart: Apart, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble", ["full", soak("read-only")])
+@pytest.mark.parametrize("trouble", [soak("full"), soak("read-only")])
 def test_a_run_ends_though_the_shared_place_does_not_come_back(trouble: str, apart: Apart, straight: Straight) -> None:
     """No agent stays for ever; the nodes have the end, and the next start carries it on."""
     job, (begins, ends) = apart, TROUBLE[trouble]

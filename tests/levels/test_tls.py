@@ -43,7 +43,7 @@ def test_a_folder_without_certificates_is_refused(tmp_path: Path) -> None:
             make(str(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nodes_that_speak_tls(folder: Path, make_job: MakeJob, straight: Straight) -> None:
     arguments = ("--sleep", 0.02, "--protect", "Pairs()", "--tls", folder)
     job = make_job("job", *arguments, *ARGUMENTS, kind=Cluster)

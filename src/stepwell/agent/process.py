@@ -64,8 +64,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._lock = self.worker.lock
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._closing = False
-        self._is_offering = self._is_greeted = False
+        self._closing = self._is_offering = self._is_greeted = False
         self._has_news = threading.Event()
         self._leave_at: float | None = None
 
@@ -82,6 +81,7 @@ class Agent:
             for key, _ in self._selector.select(self._timeout()):
                 key.data()
             self._tend()
+        self._tend()  # what became durable after the last look is told, or the trainer would call it lost
         self.worker.persister.close()
         self._door.close()
         desk.publish(self.paths, {}, is_last=True)

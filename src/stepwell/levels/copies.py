@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -105,21 +105,16 @@ def _older(paths: RunPaths, record: Record) -> dict[FileEntry, Path]:
     return {}
 
 
-def _write(final: Path, file: FileEntry, fill: Fill) -> None:
+@contextlib.contextmanager
+def writing(final: Path, nbytes: int) -> Iterator[Callable[[int, memoryview], None]]:
+    """A new file of so many bytes, by what is called with offset and data. After the block it is durable under its
+    name; if the block is broken off nothing is left. Raises OSError.
+    """
     temporary = final.with_name(f"{final.name}.{os.getpid()}{files.TEMPORARY}")
-    buffer = memoryview(bytearray(min(file.nbytes, file.block_bytes)))
     fd = files.create(temporary)
     try:
-        files.preallocate(fd, file.nbytes, temporary)
-        for number, expected in enumerate(file.blocks):
-            start = number * file.block_bytes
-            block = buffer[: min(file.block_bytes, file.nbytes - start)]
-            fill(file, start, block)
-            if block_digest(block) != expected:
-                raise DamagedError(f"{file.name}: block {number} is not what its record says", path=file.name)
-            files.write_at(fd, block, start, temporary)
-            if number == len(file.blocks) // 2:
-                crash_point("copy.middle-of-file")
+        files.preallocate(fd, nbytes, temporary)
+        yield lambda offset, data: files.write_at(fd, data, offset, temporary)
         files.sync(fd, temporary)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -127,3 +122,17 @@ def _write(final: Path, file: FileEntry, fill: Fill) -> None:
     finally:
         os.close(fd)
     commit.publish_file(temporary, final)
+
+
+def _write(final: Path, file: FileEntry, fill: Fill) -> None:
+    buffer = memoryview(bytearray(min(file.nbytes, file.block_bytes)))
+    with writing(final, file.nbytes) as write:
+        for number, expected in enumerate(file.blocks):
+            start = number * file.block_bytes
+            block = buffer[: min(file.block_bytes, file.nbytes - start)]
+            fill(file, start, block)
+            if block_digest(block) != expected:
+                raise DamagedError(f"{file.name}: block {number} is not what its record says", path=file.name)
+            write(start, block)
+            if number == len(file.blocks) // 2:
+                crash_point("copy.middle-of-file")

@@ -21,7 +21,7 @@ from stepwell.format.manifest import RecordRef
 from stepwell.format.parity import Parity, parity_name
 from stepwell.format.record import FileEntry, Record
 from stepwell.levels import codes
-from stepwell.levels.copies import Fill, keep_shard
+from stepwell.levels.copies import Fill, keep_shard, writing
 from stepwell.levels.logical import Logical
 from stepwell.store import commit, files
 from stepwell.store.paths import RunPaths
@@ -66,24 +66,14 @@ def keep_parity(paths: RunPaths, id: CheckpointId, rank: int, losses: int, shard
     hasher = BlockHasher(PART_BYTES)
     final = directory / name
     assert isinstance(final, Path)
-    temporary = final.with_name(f"{name}.{os.getpid()}{files.TEMPORARY}")
-    fd = files.create(temporary)
-    try:
-        files.preallocate(fd, layout.parity_bytes, temporary)
+    with writing(final, layout.parity_bytes) as write:
 
-        def write(offset: int, data: memoryview) -> None:
+        def keep(offset: int, data: memoryview) -> None:
             hasher.update(data)
-            files.write_at(fd, data, offset, temporary)
+            write(offset, data)
 
-        codes.encode(layout, members.index(rank), lambda at, *range_of: readers[at].read(*range_of), write)
+        codes.encode(layout, members.index(rank), lambda at, *range_of: readers[at].read(*range_of), keep)
         crash_point("parity.written")
-        files.sync(fd, temporary)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
-    commit.publish_file(temporary, final)
     entry = FileEntry(name, "opaque", layout.parity_bytes, PART_BYTES, hasher.finish())
     records = [
         RecordRef(commit.record_name(record.owner), len(data), document_digest(data))

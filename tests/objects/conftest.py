@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stepwell.store import objects
 from stepwell.store.objects import ObjectPath
 from stepwell.store.paths import RunPaths
 from tests.crash.harness import Ending, Run, Server, undisturbed
@@ -35,12 +36,14 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 
 
 @pytest.fixture
-def address(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ObjectPath:
-    """A place in the bucket that nobody else uses; this process may use it too."""
+def address(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ObjectPath]:
+    """A place in the bucket that nobody else uses; this process may use it too, whatever the test before talked to."""
+    objects._client.cache_clear()
     for key, value in bucket.environment().items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("STEPWELL_DESK", str(tmp_path / "desk"))
-    return ObjectPath.parse(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}/run")
+    yield ObjectPath.parse(f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}/run")
+    objects._client.cache_clear()
 
 
 @pytest.fixture

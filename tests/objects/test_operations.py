@@ -23,7 +23,7 @@ PART = objects.PART_BYTES
 
 
 @pytest.fixture
-def behind_proxy(make_proxy: MakeProxy, address: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeProxy]:
+def behind_proxy(make_proxy: MakeProxy, address: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> MakeProxy:
     """A proxy between this process and the server."""
 
     def make(rule: Rule) -> Proxy:
@@ -32,8 +32,7 @@ def behind_proxy(make_proxy: MakeProxy, address: ObjectPath, monkeypatch: pytest
         objects._client.cache_clear()
         return proxy
 
-    yield make
-    objects._client.cache_clear()
+    return make
 
 
 def test_small_objects(address: ObjectPath) -> None:
@@ -156,12 +155,9 @@ def test_a_server_that_refuses_is_no_damage(address: ObjectPath, monkeypatch: py
     """Wrong keys, for instance: nothing is said about what lies there."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     objects._client.cache_clear()
-    try:
-        for call in (files.get, files.list_names, files.exists):
-            with pytest.raises(StorageError, match=str(address)):
-                call(address / "x")
-    finally:
-        objects._client.cache_clear()
+    for call in (files.get, files.list_names, files.exists):
+        with pytest.raises(StorageError, match=str(address)):
+            call(address / "x")
 
 
 def test_a_service_that_gives_names_twice_is_refused(address: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,6 @@ def test_a_server_that_is_killed(
         check_end(run, reference)
     finally:
         own.stop()
-        objects._client.cache_clear()
 
 
 def test_damage_is_found_and_the_older_one_is_taken(make_run: MakeRun) -> None:

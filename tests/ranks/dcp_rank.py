@@ -9,6 +9,7 @@ has one layer of the model, as in a pipeline, and saves that. `write`: as save, 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -114,15 +115,22 @@ def main() -> None:
         stages(args)
         dist.destroy_process_group()
         return
+    result = work(args)
+    # DDP may not be the last to hold the group: it lets go of it with the GIL held, and waits for a thread of gloo
+    # that waits for the GIL. One rank in a few dozen never ended.
+    gc.collect()
+    if dist.get_rank() == 0:
+        Path(f"{args.where}.{args.task}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def work(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed({"save": 1, "write": 1, "go-on": 2, "load": 3}[args.task])
     model = spread(Net(args.width, 50, 2), args.kind)
     rates = {"save": 1e-2, "write": 1e-2, "go-on": 1.0, "load": 2.0}
     optimizer = torch.optim.AdamW(model.parameters(), lr=rates[args.task])
     result = {"save": save, "write": save, "go-on": go_on, "load": load}[args.task](args, model, optimizer)
-    result["lr"] = optimizer.param_groups[0]["lr"]
-    if dist.get_rank() == 0:
-        Path(f"{args.where}.{args.task}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return result | {"lr": optimizer.param_groups[0]["lr"]}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import shutil
@@ -24,6 +23,10 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import result as results
+
+from stepwell.journal import read_events
 
 HERE = Path(__file__).resolve().parent
 WAYS = ("root", "single", "pairs", "xor", "rs")
@@ -105,15 +108,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200e6, help="of the shared place, bytes a second in all")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/multilevel/run.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
-        "save": {},
-        "load": {},
-    }
+    result: dict[str, Any] = {**results.begin(), "save": {}, "load": {}, "phases": {}}
     for world in map(int, options.worlds.split(",")):
         every = max(1, options.images // world)
         for way in ("none", *options.ways.split(","), "none again"):
@@ -127,6 +122,7 @@ def main() -> None:
                 found = launch(folder, env, world, way=way.split()[0], epochs=options.epochs, crash=True, **what)
                 result["save"].setdefault(way, {})[world] = spent(found, every)
                 result["nbytes"] = found[0]["nbytes"]
+                result["phases"].setdefault(way, {})[world] = phases(folder, found)
                 end_agents(folder)
                 if way.split()[0] != "none":
                     result["load"].setdefault(way, {})[world] = restart(folder, env, world, way, what)
@@ -139,6 +135,30 @@ def main() -> None:
     print((options.out / "multilevel.md").read_text())
 
 
+PHASES = {
+    "stall": ("snapshot", "stall_seconds"),
+    "gate": ("stall", "seconds"),
+    "copy": ("snapshot", "copy_seconds"),
+    "write": ("persist", "seconds"),
+    "protect": ("protected", "seconds"),
+    "whole": ("commit", "seconds"),
+    "carry on": ("flush", "seconds"),
+}
+"""Where a checkpoint's time goes. Training waits in the first two alone."""
+
+
+def phases(folder: Path, found: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of each phase: mean over ranks and checkpoints."""
+    saves = [seconds for rank in found for seconds in rank["saves"]]
+    spent = {"save and wait": statistics.fmean(saves)} if saves else {}
+    events = [event for path in (folder / "shared").glob("run/events*.jsonl") for event in read_events(path)]
+    for name, (kind, field) in PHASES.items():
+        values = [event[field] for event in events if event["kind"] == kind]
+        if values:
+            spent[name] = statistics.fmean(values)
+    return spent
+
+
 def overhead(result: dict[str, Any], way: str, world: int) -> float | None:
     save = result["save"]
     clean = [value for name in ("none", "none again") for value in save.get(name, {}).get(world, [])]
@@ -147,13 +167,9 @@ def overhead(result: dict[str, Any], way: str, world: int) -> float | None:
 
 
 def write(out: Path, result: dict[str, Any]) -> None:
-    (out / "multilevel.json").write_text(json.dumps(result, indent=1) + "\n")
     worlds = sorted({world for found in result["save"].values() for world in found})
     head = ["", *(f"{world} nodes" for world in worlds)]
     ways = [way for way in result["save"] if not way.startswith("none")]
-
-    def table(rows: list[list[str]]) -> str:
-        return "".join("| " + " | ".join(row) + " |\n" for row in [head, ["---"] * len(head), *rows])
 
     def percent(value: float | None) -> str:
         return "" if value is None else f"{100 * value:.1f} %"
@@ -168,12 +184,35 @@ def write(out: Path, result: dict[str, Any]) -> None:
         [way, *(f"{found[world]:.2f}" if world in found else "" for world in worlds)]
         for way, found in result["load"].items()
     ]
-    (out / "multilevel.md").write_text(
+    names = ["save and wait", *PHASES]
+    spent = [
+        [f"{way}, {world} nodes", *(f"{found[world][name]:.3f}" if name in found[world] else "" for name in names)]
+        for way, found in result["phases"].items()
+        for world in found
+        if found[world]
+    ]
+    text = (
         f"# Levels: {result['nbytes'] / 1e6:.0f} MB of state\n\n"
-        f"## E1: overhead of one checkpoint an epoch\n\n{table(save)}"
-        f"\n## E2: cold restart, seconds until all ranks have their state\n\n{table(load)}\n"
-        f"{result['date']}, commit {result['commit']}: `{result['command']}`\n"
+        f"## E1: overhead of one checkpoint an epoch\n\n{results.table([head, *save])}"
+        "\n## E1: seconds of each phase of a checkpoint, mean over ranks\n\nTraining waits in `save and wait`, `stall` "
+        f"and `gate`; the rest goes on beside it.\n\n{results.table([['', *names], *spent])}"
+        f"\n## E2: cold restart, seconds until all ranks have their state\n\n{results.table([head, *load])}"
     )
+
+    def draw(pyplot: Any) -> None:
+        _, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+        for way in ways:
+            values = [overhead(result, way, world) for world in worlds]
+            left.plot(worlds, [None if value is None else 100 * value for value in values], "o-", label=way)
+        left.set(xlabel="nodes", ylabel="overhead, %", xticks=worlds, yscale="symlog", title="one checkpoint an epoch")
+        left.axhline(5, color="gray", lw=0.6, ls=":")
+        left.legend()
+        for way, found in result["load"].items():
+            right.plot(list(found), list(found.values()), "o-", label=way)
+        right.set(xlabel="nodes", ylabel="seconds", xticks=worlds, title="cold restart")
+        right.legend()
+
+    results.write(out, "multilevel", result, text, draw)
 
 
 if __name__ == "__main__":

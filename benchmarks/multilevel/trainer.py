@@ -118,7 +118,7 @@ def main() -> None:
         is_back = root.restore()
     dist.barrier()
     restored = time.monotonic() - started
-    times = []
+    times, saves = [], []
     for _ in range(what["epochs"]):
         for _ in range(what["every"]):
             began = time.monotonic()
@@ -131,11 +131,12 @@ def main() -> None:
         if root is not None:
             began = time.monotonic()
             root.save()
-            times[-1] += time.monotonic() - began
+            saves.append(time.monotonic() - began)
+            times[-1] += saves[-1]
         if what.get("wait") and ckpt is not None:
             ckpt.wait(300)
     status = None if ckpt is None else ckpt.status()
-    facts = {"rank": rank, "world": world, "restored": restored, "is_back": is_back, "times": times}
+    facts = {"rank": rank, "world": world, "restored": restored, "is_back": is_back, "times": times, "saves": saves}
     facts["nbytes"] = 2 * sum(parameter.numel() * 4 for parameter in model)
     facts["degraded"] = None if status is None else status.degraded
     (Path(what["out"]) / f"rank.{rank}.json").write_text(json.dumps(facts))

@@ -13,6 +13,7 @@ import pytest
 from stepwell.journal import read_events
 from tests.adapters.scripts import Script, fork_server
 from tests.crash.harness import Server, wait_for
+from tests.ranks.conftest import soak
 
 SCRIPT = Path(__file__).parent / "train.py"
 STEPS_OF_EPOCH = 11
@@ -50,9 +51,19 @@ def check_same_history(where: Path, wanted: list[str]) -> None:
     assert list(dict.fromkeys(lines)) == wanted
 
 
-@pytest.mark.parametrize("agent_too", ["0", "1"], ids=["trainer", "trainer_and_agent"])
-@pytest.mark.parametrize("mode", ["AUTO", "MANUAL"])
-@pytest.mark.parametrize("workers", ["0", "2"], ids=["no_workers", "two_workers"])
+@pytest.mark.parametrize(
+    ("mode", "agent_too", "workers"),
+    [
+        ("AUTO", "0", "2"),
+        ("AUTO", "1", "0"),
+        ("MANUAL", "0", "0"),
+        ("MANUAL", "1", "2"),
+        soak("AUTO", "0", "0"),
+        soak("AUTO", "1", "2"),
+        soak("MANUAL", "0", "2"),
+        soak("MANUAL", "1", "0"),
+    ],
+)
 def test_five_steps_killed_and_resumed(
     script: Script, run_dir: Path, uninterrupted: tuple[str, list[str]], mode: str, agent_too: str, workers: str
 ) -> None:
@@ -83,7 +94,7 @@ def test_killed_at_the_edge_of_an_epoch(
     check_same_history(run_dir, history)
 
 
-@pytest.mark.parametrize("chance", range(3))
+@pytest.mark.parametrize("chance", [0, soak(1), soak(2)])
 def test_killed_from_outside_at_random_moments(
     server: Server, run_dir: Path, uninterrupted: tuple[str, list[str]], chance: int
 ) -> None:

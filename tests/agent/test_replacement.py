@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from stepwell.agent import process
+from stepwell.agent import offer, process
 from stepwell.agent.client import AgentClient, find_orphan
 from stepwell.agent.offer import PROTOCOL
 from stepwell.arena.channel import Channel, place
@@ -240,7 +240,7 @@ def test_an_offer_in_the_making_holds_nothing_up(run_dir: Path, monkeypatch: pyt
         assert may_go_on.wait(30)
         return {"type": "offer"}, []
 
-    monkeypatch.setattr(process, "make_offer", slow)
+    monkeypatch.setattr(offer, "make_offer", slow)
     ours, theirs = socket.socketpair()
     agent = process.Agent(Channel(theirs))
     agent.linger_seconds = 60.0

@@ -25,7 +25,7 @@ def run(name: str, out: Path, *options: str) -> dict[str, object]:
     return result
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_stall_of_three_ways(tmp_path: Path) -> None:
     result = run("stall", tmp_path, "--seconds", "4")
     assert result["commit"] == "under test" and result["machine"] and result["date"] and result["command"]

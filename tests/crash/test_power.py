@@ -86,14 +86,19 @@ class PowerDisk(Namespace):
         self._process.stdout.close()
 
 
-@pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PowerDisk]:
+def need_fuse() -> None:
+    """Skip where a disk of this kind cannot be mounted."""
     try:
         import mfusepy  # noqa: F401
     except (ImportError, OSError) as error:
         pytest.skip(f"FUSE is not there: {error} (`make soak` installs it where it may)")
     if os.getuid() != 0 or not os.path.exists("/dev/fuse"):
         pytest.skip("mounting FUSE in a namespace needs root and /dev/fuse")
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PowerDisk]:
+    need_fuse()
     monkeypatch.setattr("stepwell.agent.persist.file_system_type", lambda root: "ext4")  # as which it stands here,
     monkeypatch.setattr(spare, "_is_ours_alone", lambda path: True)  # but FUSE has no leases; nobody else reads it
     disk = PowerDisk(tmp_path)

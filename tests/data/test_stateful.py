@@ -150,6 +150,7 @@ def test_a_source_that_does_not_take_its_state_is_refused(kind: type[Stream], re
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
+@pytest.mark.soak  # torchdata's workers end in multiples of five seconds
 def test_another_number_of_workers_is_refused_where_the_source_cannot(run_dir: Path) -> None:
     Training(run_dir, stateful(2)).run(2, 3)
     with pytest.raises(DataError, match="with the same number of workers"):

@@ -120,7 +120,7 @@ def test_a_folder_of_pictures(server: Server, run_dir: Path, tmp_path: Path) -> 
     assert "of the pictures in val" in script.output and script.last_line().startswith("done: step 4")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)  # four interpreters that load torch, one after the other
 def test_runner_with_the_originals_three_arguments(tmp_path: Path) -> None:
     runner = str(EXAMPLES / "run_image_classification.sh")

@@ -28,6 +28,7 @@ from stepwell.restore import read
 from stepwell.store.catalog import read_record
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
+from tests.ranks.conftest import soak
 from tests.restore.build import RunBuilder, damage_events, restore, restore_only
 from tests.state.same import difference
 
@@ -274,11 +275,12 @@ def net(seed: int) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
 
 
-def test_a_flipped_byte_anywhere_in_a_whole_checkpoint(target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [997, soak(211)])
+def test_a_flipped_byte_anywhere_in_a_whole_checkpoint(target: Target, tmp_path: Path, apart: int) -> None:
     full = Full(tmp_path / "full")
     assert full.restored()[0] == 3
     for path in full.files():
-        for position in range(0, path.stat().st_size, 211):
+        for position in range(0, path.stat().st_size, apart):
             flip(path, position, 1 << position % 8)
             full.assert_falls_back(path)
             flip(path, position, 1 << position % 8)
@@ -301,14 +303,16 @@ def test_when_every_manifest_is_damaged_it_is_an_error_that_names_each(target: T
     assert str(caught.value).count("manifest.json: checksum") == 2
 
 
-@pytest.mark.parametrize("bit", [pytest.param(1, marks=pytest.mark.soak), 64])
-def test_every_flipped_byte_of_the_run_and_its_lineage_is_found(target: Target, tmp_path: Path, bit: int) -> None:
+@pytest.mark.parametrize(("bit", "apart"), [(64, 5), soak(64, 1), soak(1, 1)])
+def test_flipped_bytes_of_the_run_and_its_lineage_are_found(
+    target: Target, tmp_path: Path, bit: int, apart: int
+) -> None:
     """These belong to all checkpoints alike: nothing is restored on a history that cannot be read."""
     full = Full(tmp_path / "full")
     full.build.fork(step=3)
     assert full.restored()[0] == 3
     for path in (full.build.paths.run, full.build.paths.lineage(2)):
-        for position in range(path.stat().st_size):
+        for position in range(0, path.stat().st_size, apart):
             flip(path, position, bit)
             with pytest.raises((DamagedError, RestoreError), match=path.name):
                 full.restored()

@@ -124,23 +124,9 @@ class Cluster:
         """Start agents; a name that was there before is the same node again, with what its cache still holds."""
         for name in names:
             mark = uuid.uuid4().hex
-            command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=stepwell"]
-            command += [f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=job", f"--nnodes={self.slots}:{self.most}"]
+            command = [sys.executable, "-m", "torch.distributed.run", *self.rendezvous()]
             command += [f"--nproc-per-node={workers}", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
-            if self.conf:
-                command += ["--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in self.conf.items())]
-            own = {
-                MARK: mark,
-                "LAUNCH_FOLDER": str(self.folder),
-                "LAUNCH_NAME": name,
-                "STEPWELL_CACHE": str(self.cache(name)),
-                "STEPWELL_NODE": name,
-                "STEPWELL_LINGER": "20",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-                **self.env,
-                **env,
-            }
+            own = {MARK: mark, **self.environment(name), **self.env, **env}
             log = self.folder / f"log.{name}.{len(self.lives)}"
             with log.open("wb") as file:
                 agent = subprocess.Popen(
@@ -152,6 +138,25 @@ class Cluster:
                 )
             self.nodes[name] = Node(name, agent, mark, log)
             self.lives.append(self.nodes[name])
+
+    def rendezvous(self) -> list[str]:
+        """Options of torchrun: how the agents find each other."""
+        found = ["--rdzv-backend=stepwell", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=job"]
+        found += [f"--nnodes={self.slots}:{self.most}"]
+        conf = ",".join(f"{key}={value}" for key, value in self.conf.items())
+        return [*found, f"--rdzv-conf={conf}"] if conf else found
+
+    def environment(self, name: str) -> dict[str, str]:
+        """Of everything on a node."""
+        return {
+            "LAUNCH_FOLDER": str(self.folder),
+            "LAUNCH_NAME": name,
+            "STEPWELL_CACHE": str(self.cache(name)),
+            "STEPWELL_NODE": name,
+            "STEPWELL_LINGER": "20",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
 
     def cache(self, name: str) -> Path:
         return self.folder / f"cache.{name}"

@@ -1,17 +1,21 @@
-"""The shared place is read-only, full, or hangs, and comes back: training and checkpoints on nodes go on meanwhile."""
+"""The shared place is read-only, full, hangs or does not answer, and comes back: training goes on meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stepwell.levels import cache
 from stepwell.store.paths import RunPaths
 from tests.crash.harness import Namespace, wait_for
+from tests.crash.test_power import PowerDisk, need_fuse
 from tests.levels.cluster import Cluster
 from tests.ranks.conftest import MakeJob, Straight, soak
 from tests.ranks.launch import Launch
@@ -55,17 +59,36 @@ class Apart(Cluster):
         return max(found, default=0)
 
 
-TROUBLE: dict[str, tuple[Callable[[Apart], None], Callable[[Apart], None]]] = {
+class Remote(Apart):
+    """Its run directory is served by a process, as by a network: who waits for it can be ended, unlike with a disk."""
+
+    def mount(self) -> None:
+        disk = PowerDisk(self.folder)
+        self.namespace, self._inside = disk, disk.pid
+        self.where = disk.mount
+        self.paths = RunPaths(disk.seen(self.where))
+
+    def signal(self, number: int) -> None:
+        os.kill(self._inside, number)
+
+
+TROUBLE: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
     "read-only": (lambda job: job.do("chattr", "+i"), lambda job: job.do("chattr", "-i")),
     "full": (Apart.fill, lambda job: (Path(str(job.paths.root)) / "filler").unlink()),
     "hangs": (lambda job: job.do("fsfreeze", "-f"), lambda job: job.do("fsfreeze", "-u")),
+    "does not answer": (lambda job: job.signal(signal.SIGSTOP), lambda job: job.signal(signal.SIGCONT)),
 }
 
 
 @pytest.fixture
-def apart(make_job: MakeJob) -> Iterator[Apart]:
+def apart(request: pytest.FixtureRequest, make_job: MakeJob) -> Iterator[Apart]:
+    """Of the kind that the test's trouble needs."""
+    _, ends = TROUBLE[request.getfixturevalue("trouble")]
+    kind = Remote if ends is TROUBLE["does not answer"][1] else Apart
+    if kind is Remote:
+        need_fuse()
     job = make_job(
-        "job", "--sleep", 0.03, "--protect", "Pairs()", "--flush", 2, *ARGUMENTS, kind=Apart, STEPWELL_CLOSE_SECONDS="3"
+        "job", "--sleep", 0.03, "--protect", "Pairs()", "--flush", 2, *ARGUMENTS, kind=kind, STEPWELL_CLOSE_SECONDS="3"
     )
     assert isinstance(job, Apart)
     try:
@@ -73,8 +96,8 @@ def apart(make_job: MakeJob) -> Iterator[Apart]:
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"mounting in a namespace is not permitted here: {error}")
     yield job
-    with contextlib.suppress(subprocess.SubprocessError):
-        job.do("fsfreeze", "-u")
+    with contextlib.suppress(subprocess.SubprocessError, OSError):
+        ends(job)
     job.end_everything()
     assert job.namespace is not None
     job.namespace.close()
@@ -89,7 +112,7 @@ def begin(job: Apart) -> Launch:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("trouble", [soak("read-only"), soak("full"), "hangs"])
+@pytest.mark.parametrize("trouble", [soak("read-only"), soak("full"), "hangs", soak("does not answer")])
 def test_a_shared_place_in_trouble_holds_nothing_up(trouble: str, apart: Apart, straight: Straight) -> None:
     job, (begins, ends) = apart, TROUBLE[trouble]
     launch = begin(job)
@@ -115,7 +138,7 @@ def test_a_shared_place_in_trouble_holds_nothing_up(trouble: str, apart: Apart, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble", [soak("full"), soak("read-only")])
+@pytest.mark.parametrize("trouble", [soak("full"), soak("read-only"), soak("does not answer")])
 def test_a_run_ends_though_the_shared_place_does_not_come_back(trouble: str, apart: Apart, straight: Straight) -> None:
     """No agent stays for ever; the nodes have the end, and the next start carries it on."""
     job, (begins, ends) = apart, TROUBLE[trouble]
@@ -125,9 +148,9 @@ def test_a_run_ends_though_the_shared_place_does_not_come_back(trouble: str, apa
     try:
         launch.wait_well(90)
         job.wait_gone(60)
-        assert STEPS not in job.flushed()
     finally:
         ends(job)
+    assert STEPS not in job.flushed()
     job.start("aabb").wait_well()
     wait_for(lambda: job.flushed()[-1] == STEPS, "the end is in the shared place")
     assert list(job.ledger.resumed().values())[-1] == STEPS

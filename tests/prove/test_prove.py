@@ -20,6 +20,7 @@ from tests.prove.commands import DEMO, SCRIPT, processes_in, prove, prove_script
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
+@pytest.mark.soak
 def test_the_demo_is_identical(tmp_path: Path) -> None:
     outcome = prove(tmp_path / "out", sys.executable, DEMO, kills=2)
     assert outcome.code == 0, outcome.stdout + outcome.stderr

@@ -12,6 +12,7 @@ from stepwell.prove.ranks import count_ranks, find_agents, find_processes
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import ProgressFile
 from tests.prove.commands import ROOT, Outcome, processes_in, prove
+from tests.ranks.conftest import soak
 
 SCRIPT = ROOT / "tests" / "prove" / "scripts" / "ranks.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -27,8 +28,8 @@ def prove_ranks(out: Path, ranks: int, *flaw: str, kills: int, seed: int, restar
 
 @pytest.mark.parametrize(
     ("ranks", "kills", "restarts"),
-    [(2, 3, 0), pytest.param(4, 6, 0, marks=pytest.mark.soak), pytest.param(4, 9, 5, marks=pytest.mark.soak)],
-    ids=["small", "launcher_ends", "launcher_restarts"],
+    [(2, 1, 0), soak(2, 3, 0), soak(4, 6, 0), soak(4, 9, 5)],
+    ids=["one_kill", "small", "launcher_ends", "launcher_restarts"],
 )
 def test_killed_ranks_end_with_the_same_bits(ranks: int, kills: int, restarts: int, tmp_path: Path) -> None:
     outcome = prove_ranks(tmp_path / "out", ranks, kills=kills, seed=3, restarts=restarts)

@@ -39,7 +39,7 @@ class Framework(Job):
         ("pipeline", 2),
         ("fsdp1", 2),
         ("fsdp2", 3),
-        ("hsdp", 4),
+        soak("hsdp", 4),
         ("mesh", 4),
         soak("pipeline", 4),
         soak("fsdp1", 3),

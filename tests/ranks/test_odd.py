@@ -146,7 +146,7 @@ def test_frozen_leaves_are_written_once_by_each_rank(make: Any) -> None:
     assert job.finals(again) == make("straight").end(frozen=True, steps=15)
 
 
-@pytest.mark.parametrize("mesh", ["stages", "copies"])
+@pytest.mark.parametrize("mesh", ["stages", soak("copies")])
 def test_the_same_names_on_two_meshes_and_copies_on_one(mesh: str, make: Any, tmp_path: Path) -> None:
     """Shards of one row are empty on half of the ranks. Of two stages none may be taken for a copy of the other."""
     wishes = {"steps": 12, "mesh": mesh, "world": 4}

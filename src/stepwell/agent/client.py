@@ -103,6 +103,7 @@ class AgentClient:
             yield
         except BaseException:
             if self._process is not None and not self._is_started:
+                self._process.kill()  # it holds nothing yet
                 self.give_up()
             raise
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from stepwell import events
 from stepwell.agent.persist import record_in_memory
 from stepwell.agent.queue import Pending
 from stepwell.arena.channel import Message
@@ -27,6 +28,20 @@ def why_refused(message: Message, *, trainer: int, is_closing: bool) -> str | No
     if trainer:
         return f"its trainer, process {trainer}, is alive"
     return "closing" if is_closing else None
+
+
+def offer_later(complete: Sequence[Pending], then: Callable[[Message, list[int]], None]) -> None:
+    """Make the offer in a thread: to hash a snapshot that is not written yet takes a while."""
+
+    def prepare() -> None:
+        try:
+            made = make_offer(complete)
+        except Exception:  # the successor waits for an answer, whatever is wrong with the snapshot
+            events.logger.exception("no snapshot is offered to the process that asks")
+            made = make_offer([])
+        then(*made)
+
+    threading.Thread(target=prepare, daemon=True, name="stepwell-offer").start()
 
 
 def make_offer(complete: Sequence[Pending]) -> tuple[Message, list[int]]:

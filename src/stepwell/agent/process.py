@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from stepwell import events, faults, journal
 from stepwell.agent.door import Door
-from stepwell.agent.offer import make_offer, why_refused
+from stepwell.agent.offer import offer_later, why_refused
 from stepwell.agent.queue import Layout, Pending
 from stepwell.agent.stream import StreamedSave
 from stepwell.agent.worker import Worker
@@ -67,6 +67,7 @@ class Agent:
         self._closing = self._is_offering = self._is_greeted = False
         self._has_news = threading.Event()
         self._leave_at: float | None = None
+        self._teller: threading.Thread | None = None
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -84,6 +85,8 @@ class Agent:
         self._tend()  # what became durable after the last look is told, or the trainer would call it lost
         self.worker.persister.close()
         self._door.close()
+        if self._teller is not None:
+            self._teller.join(1.0)
         desk.publish(self.paths, {}, is_last=True)
         if self.channel is not None:
             self._send({"type": "bye"})
@@ -297,14 +300,19 @@ class Agent:
             if not self._closing:
                 self.worker.queue.want_newest()
             pending = len([item for item in self.worker.queue.items if not item.is_done])
-        progress = read_progress(self.paths.progress)
         if not self._closing:
-            step = progress.step if progress is not None and progress.pid == self._trainer_pid else 0
-            self.worker.log.emit(events.TrainerDeath(pid=self._trainer_pid, step=step, pending=pending))
+            self._teller = threading.Thread(target=self._tell_death, args=(self._trainer_pid, pending), daemon=True)
+            self._teller.start()
         self._trainer_pid, self._is_greeted = 0, False
         self._has_news.set()
         self._leave_at = time.monotonic() + (0 if self._closing and not pending else self.linger_seconds)
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 2)  # `train 2>&1 | tee` must not wait for us
+
+    def _tell_death(self, pid: int, pending: int) -> None:
+        """A thread of its own: the file system may hang."""
+        progress = read_progress(self.paths.progress)
+        step = progress.step if progress is not None and progress.pid == pid else 0
+        self.worker.log.emit(events.TrainerDeath(pid=pid, step=step, pending=pending))
 
     def _drop_incomplete(self) -> None:
         with self._lock:
@@ -348,24 +356,16 @@ class Agent:
             channel.close()
 
     def _offer(self, channel: Channel, pid: int) -> None:
-        """Hand the arena over. A thread makes the offer: to hash a snapshot that is not written yet takes a while.
-
-        `pid` is 0 for another rank that only reads.
-        """
+        """Hand the arena over, once the offer is made. `pid` is 0 for another rank that only reads."""
         with self._lock:
             complete = self.worker.queue.complete()
         self._is_offering = self._is_offering or pid != 0
 
-        def prepare() -> None:
-            try:
-                offer, fds = make_offer(complete)
-            except Exception:  # the successor waits for an answer, whatever is wrong with the snapshot
-                events.logger.exception("no snapshot is offered to process %d", pid)
-                offer, fds = make_offer([])
+        def ready(offer: Message, fds: list[int]) -> None:
             self._calls.put(lambda: self._hand_over(channel, pid, offer, fds))
             os.eventfd_write(self.worker.wake, 1)
 
-        threading.Thread(target=prepare, daemon=True, name="stepwell-offer").start()
+        offer_later(complete, ready)
 
     def _hand_over(self, channel: Channel, pid: int, offer: Message, fds: list[int]) -> None:
         """The successor becomes our trainer when it says hello on this connection."""

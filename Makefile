@@ -8,10 +8,10 @@ PIP_INSTALL := $(PY) -m pip -qq --no-input --disable-pip-version-check install
 .DEFAULT_GOAL := test
 .PHONY: test test-mpi test-horovod test-azure soak demo lint wheel-check clean
 
-# pytest comes last: its closing line is the last line of the output. Three processes on two cores: many tests wait, and
+# pytest comes last: its closing line is the last line of the output. Four processes on two cores: many tests wait, and
 # who is done early takes over from the others.
 test: lint
-	@$(PY) -m pytest -n 3 --dist worksteal -m 'not soak'
+	@$(PY) -m pytest -n 4 --dist worksteal -m 'not soak'
 
 # Ends with what each part did and its seed; `make soak STEPWELL_SOAK_SEED=n` draws the same kills and cuts again.
 soak: export STEPWELL_SOAK_SEED := $(STEPWELL_SOAK_SEED)

@@ -283,6 +283,7 @@ def test_a_folder_is_replaced_only_if_an_export_wrote_it(form: str, run: Path, t
     assert "is a file" in stepwell("export", run, file, "--format", form, "--force").err
 
 
+@pytest.mark.soak
 def test_a_large_one_is_not_held_in_memory(tmp_path: Path) -> None:
     """96 MB of state, exported by a process that may take 64 MB of data: blocks pass through."""
     script = tmp_path / "large.py"

@@ -15,6 +15,7 @@ from stepwell.store.catalog import scan
 from stepwell.store.lineage import read_run
 from stepwell.store.paths import RunPaths
 from tests.crash.harness import Ending, Run, children, wait_for
+from tests.ranks.conftest import soak
 
 NTH = 3
 
@@ -121,7 +122,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", [0, soak(1), soak(2)])
 def test_killed_in_the_moment_save_returned(number: int, run_dir: Path) -> None:
     """On the CPU `save()` returns when the copy is complete, so its checkpoint becomes durable whatever comes next."""
     ended = subprocess.run(

@@ -40,6 +40,7 @@ def test_kills_on_four_ranks(make_job: MakeJob, server: Server, tmp_path: Path) 
     job.check_nothing_left()
 
 
+@pytest.mark.soak
 def test_another_number_of_ranks(make_job: MakeJob) -> None:
     """Four, then two, then three: boxes are read from the bucket range by range."""
     arguments = ("--loader", "carry", "--keyed", "--samples", 101, "--epochs", 4, "--batch", 3)

@@ -37,7 +37,7 @@ class Framework(Job):
     [
         ("zero", 3),
         ("pipeline", 2),
-        ("fsdp1", 2),
+        soak("fsdp1", 2),
         ("fsdp2", 3),
         soak("hsdp", 4),
         ("mesh", 4),

@@ -10,7 +10,7 @@ import pytest
 
 from stepwell.store.lineage import read_history
 from tests.crash.harness import report
-from tests.ranks.conftest import MakeJob, Straight
+from tests.ranks.conftest import MakeJob, Straight, soak
 from tests.ranks.launch import Job
 from tests.ranks.torment import VICTIMS, torment
 
@@ -26,7 +26,7 @@ def check(job: Job, reference: Job, epochs: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loader", ["sampler", "carry"])
+@pytest.mark.parametrize("loader", ["carry", soak("sampler")])
 def test_three_kills(loader: str, make_job: MakeJob, straight: Straight) -> None:
     arguments = ("--samples", SAMPLES, "--epochs", 8, "--loader", loader)
     job = make_job("job", "--sleep", 0.02, *arguments)

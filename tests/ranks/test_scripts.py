@@ -10,7 +10,7 @@ import pytest
 from tests.adapters.test_checkfreq_ranks import SCRIPT, check_histories, weights
 from tests.examples.test_image_classification import EXAMPLE
 from tests.examples.test_ranks import TINY, check_same_end
-from tests.ranks.conftest import MakeJob
+from tests.ranks.conftest import MakeJob, soak
 from tests.ranks.launch import Job
 
 WORLD = 2
@@ -29,7 +29,7 @@ class Example(Job):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "step"), [("MANUAL", 30), ("AUTO", 31)])
+@pytest.mark.parametrize(("mode", "step"), [soak("MANUAL", 30), ("AUTO", 31)])
 def test_the_five_steps_of_checkfreq(mode: str, step: int, make_job: MakeJob) -> None:
     """In MANUAL mode rank 1 dies where the other one waits for their checkpoint: it must not wait for ever."""
     settings = {"CF_MODE": mode, "CF_FREQ": "2", "CF_SLEEP": "0.01"}

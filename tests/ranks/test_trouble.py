@@ -80,7 +80,7 @@ def test_one_flipped_bit_makes_all_ranks_fall_back_together(
     job.check_nothing_left()
 
 
-@pytest.mark.parametrize(("rank", "how"), [(2, "kill"), (0, "stop"), soak(0, "kill"), soak(2, "stop")])
+@pytest.mark.parametrize(("rank", "how"), [(2, "kill"), soak(0, "stop"), soak(0, "kill"), soak(2, "stop")])
 def test_a_rank_that_is_lost_inside_restore_is_named(
     rank: int, how: str, make_job: MakeJob, straight: Straight, tmp_path: Path
 ) -> None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepwell import journal
-from stepwell.agent.keeper import Keeper
 from stepwell.agent.persist import Persister
 from stepwell.arena.channel import Message
-from stepwell.levels.events import Refused
-from stepwell.levels.serve import PeerServer
-from stepwell.levels.tls import server_context
+
+if TYPE_CHECKING:
+    from stepwell.levels.serve import PeerServer
 
 
 class Door:
@@ -30,6 +29,9 @@ class Door:
 
     def open(self, message: Message, fd: int) -> None:
         """Let others in from now on, in the place of those who were."""
+        from stepwell.levels.serve import PeerServer
+        from stepwell.levels.tls import server_context
+
         self.close()
         root, run = Path(message["root"]), message["run"]
         root.mkdir(parents=True, exist_ok=True)
@@ -44,10 +46,14 @@ class Door:
         fresh = {kind: count - self._seen.get(kind, 0) for kind, count in refused.items()}
         self._seen = refused
         if any(fresh.values()):
+            from stepwell.levels.events import Refused
+
             log.emit(Refused(kinds={kind: count for kind, count in fresh.items() if count}))
 
     def _answer(self, question: str, fields: dict[str, Any]) -> dict[str, Any]:
         """A thread of the server."""
+        from stepwell.agent.keeper import Keeper
+
         keeper = self._persister()
         return keeper.answer(question, fields) if isinstance(keeper, Keeper) else {}
 

@@ -33,7 +33,6 @@ from stepwell.arena.channel import Channel, Message, is_same_user, listen, place
 from stepwell.arena.memory import Arena, ArenaShape
 from stepwell.errors import StepwellError
 from stepwell.format.manifest import Void
-from stepwell.levels.orders import Orders
 from stepwell.store import desk
 from stepwell.store.objects import Facts
 from stepwell.store.paths import RunPaths
@@ -166,8 +165,8 @@ class Agent:
             faults.set_rank(self.owner.rank)
             self.linger_seconds, self.worker.storage_seconds = message["linger"], message.get("storage", 120.0)
             self.paths = RunPaths.at(message["root"], self.owner.rank)
-            keep, orders = Keep(**message["keep"]), Orders.load(message.get("levels"))
-            self.worker.serve(self.paths, self.owner, self.lineage, keep, message["patience"], orders)
+            keep, levels = Keep(**message["keep"]), message.get("levels")
+            self.worker.serve(self.paths, self.owner, self.lineage, keep, message["patience"], levels)
             self._leave_at, self._is_greeted = None, True
             if (restored := CheckpointId.parse(message.get("restored", ""))) is not None:
                 self.worker.queue.want(restored)

@@ -16,20 +16,20 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from stepwell import events, journal
-from stepwell.agent.flush import Flusher
-from stepwell.agent.keeper import Keeper
 from stepwell.agent.persist import Persister
 from stepwell.agent.queue import AbandonedError, Pending, PendingQueue
 from stepwell.agent.writer import Writer
 from stepwell.arena.channel import Message
 from stepwell.errors import FencedError, StepwellError, VoidError
 from stepwell.format.manifest import Void
-from stepwell.levels.orders import Orders
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
+
+if TYPE_CHECKING:
+    from stepwell.agent.flush import Flusher
 
 _RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
 
@@ -66,19 +66,24 @@ class Worker:
         self._voids: list[_Word] = []
 
     def serve(
-        self, paths: RunPaths, owner: Owner, lineage: int, keep: Keep, patience: float, orders: Orders | None = None
+        self, paths: RunPaths, owner: Owner, lineage: int, keep: Keep, patience: float, levels: Message | None = None
     ) -> None:
-        """A trainer said hello: this is its run. `orders`: its checkpoints go to this node first."""
+        """A trainer said hello: this is its run. `levels`: its checkpoints go to this node first."""
         self.lineage, self.keep = lineage, keep
         self.log.close()
         self.log = journal.EventLog(
-            paths.events, who="agent", lineage=lineage, rank=paths.rank, background=orders is not None
+            paths.events, who="agent", lineage=lineage, rank=paths.rank, background=levels is not None
         )
         self.persister = Persister(paths, self.log, self._writer, lineage=lineage, patience=patience)
         if self.flusher is not None:
             self.flusher.close()
         self.flusher = None
-        if orders is not None:
+        if levels is not None:  # most agents never need these modules, and all have to start fast
+            from stepwell.agent.flush import Flusher
+            from stepwell.agent.keeper import Keeper
+            from stepwell.levels.orders import Orders
+
+            orders = Orders.load(levels)
             keeper = Keeper(orders, owner, self.log, self._writer, lineage=lineage, patience=patience)
             rate = orders.shared.rate
             self.flusher = flusher = Flusher(self.persister, keeper.paths, owner, keep, rate, lineage)
@@ -154,6 +159,8 @@ class Worker:
 
     def _rehold(self) -> None:
         """After a restart: hold and protect again what all went on from, beside everything else."""
+        from stepwell.agent.keeper import Keeper
+
         keeper, id = self.persister, self._again
         assert isinstance(keeper, Keeper) and id is not None
         is_over = False

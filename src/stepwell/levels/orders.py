@@ -94,10 +94,8 @@ class Orders:
         return {**asdict(self), "protect": dump_protection(self.protect)}
 
     @classmethod
-    def load(cls, values: dict[str, Any] | None) -> Orders | None:
-        """What `dump` gave; None where there are no levels."""
-        if values is None:
-            return None
+    def load(cls, values: dict[str, Any]) -> Orders:
+        """What `dump` gave."""
         peers = tuple(Seat(**peer) for peer in values["peers"])
         made = {"protect": load_protection(values["protect"]), "shared": Shared(**values["shared"]), "peers": peers}
         return cls(**{**values, **made, "dead": tuple(values["dead"])})

@@ -23,7 +23,9 @@ from stepwell.format.record import FileEntry
 from stepwell.groups.consent import each, lead
 from stepwell.groups.group import Group
 from stepwell.groups.meet import own_address
-from stepwell.levels import cache
+from stepwell.journal import EventLog
+from stepwell.levels import cache, choose
+from stepwell.levels.events import LevelsChosen
 from stepwell.levels.fetch import Peer, PeerSource
 from stepwell.levels.inventory import Inventory, Loss, Node, Place, gather
 from stepwell.levels.mend import mend
@@ -31,13 +33,14 @@ from stepwell.levels.orders import Orders, Seat, run_cache
 from stepwell.levels.remake import Reach, remake, tell
 from stepwell.levels.secret import draw_secret
 from stepwell.levels.serve import listen
-from stepwell.levels.spec import Levels
+from stepwell.levels.spec import Levels, choose_protection
 from stepwell.levels.tls import NAME, client_context, server_context
 from stepwell.restore.read import FileSource, Source
 from stepwell.restore.whole import Part
 from stepwell.store.assemble import check_copies
 from stepwell.store.lineage import History
 from stepwell.store.node import node_id
+from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
 _STEPS_TOLD: Final = 16
@@ -49,8 +52,8 @@ _MOST_TRIES: Final = 8
 class Caches:
     """Of one run, as one rank sees them. `meet`, `share` and `complete` are collective."""
 
-    def __init__(self, levels: Levels, run: str, group: Group) -> None:
-        self._levels, self._run, self._group = levels, run, group
+    def __init__(self, levels: Levels, run: str, group: Group, log: EventLog) -> None:
+        self._levels, self._run, self._group, self._log = levels, run, group, log
         self._paths = run_cache(levels.node.path, run, group.rank)
         self._secret = ""
         self._seats: list[Seat] = []
@@ -210,6 +213,26 @@ class Caches:
             tls = client_context(self._levels.node.tls)
             self._peers[node] = Peer(seat.address, self._secret, self._run, timeout=_SECONDS, tls=tls, tls_name=NAME)
         return self._peers[node]
+
+    def are_first(self, shared: RunPaths) -> bool:
+        """Whether checkpoints go to the caches first: as was asked for, or as a measurement says. Collective."""
+        if not self._levels.is_default:
+            return True
+        nbytes = choose.probe_bytes(self._group.size)
+        node = self._measure("the nodes", self._paths, nbytes)
+        far = self._measure("the shared place", shared, nbytes)
+        protect = choose_protection(self._levels.node.protect, [seat.domain for seat in self._seats])
+        are_first = choose.is_worth_it(node, far, protect)
+        first = "the nodes" if are_first else "the shared place"
+        self._log.emit(LevelsChosen(first=first, nbytes=nbytes, node_seconds=node, shared_seconds=far))
+        return are_first
+
+    def _measure(self, name: str, paths: RunPaths, nbytes: int) -> float | None:
+        """Seconds of the slowest rank, all of them writing at once; None if one of them cannot. Collective."""
+        self._group.all_gather(None, f"measuring {name}")
+        mine = choose.write_seconds(paths.root, self._group.rank, nbytes)
+        found = self._group.all_gather(mine, f"how fast {name} took it")
+        return None if None in found else max(found)
 
     def orders(self, history: History, restored: CheckpointId | None) -> Orders:
         """What this rank's agent has to know. What was found damaged on this node is not held any more."""

@@ -71,7 +71,7 @@ class Checkpointer:
         policy, keep:  when to write a checkpoint, and how many stay
         memory:        when to copy the state into memory only, in between: `Every(steps=1)` is cheap on a GPU. If this
                        process crashes, the newest copy is restored from there, and written to disk
-        levels:        [Node("/local/cache"), Shared(every=10)]: to each node's own disk, and each tenth on from there
+        levels:        [Node("/local/cache"), Shared(every=10)]: to each node's own disk, each tenth on from there
         data, seed:    the loader behind `ckpt.data`, and the seed of its order; on_unseekable="replay" reads again
         grace:         seconds to save and be gone after SIGTERM, SIGINT, SIGUSR1 or a notice; None: signals are yours
         notice:        a path that appears, or a function that says True, when the machine is about to go away
@@ -120,7 +120,6 @@ class Checkpointer:
         self._is_closed = self._may_abandon = self._said_ahead = self._is_failing = False
         stages = self._snapshotter, self._outcomes, self._together, self._client, self._log
         self._saving = Saving(self._capture, self._own, self._steps, self.data, self._pace, *stages)
-        self._saving.has_levels = self._levels is not None
         self._hooks = hook(self._tracked, self._before_optimizer_step)
         self._steps.has_optimizers = bool(self._hooks)
 
@@ -178,6 +177,7 @@ class Checkpointer:
         self._client.start(reopened.hello(self._paths, self._keep))
         self._together.start()
         self._reopened = reopened
+        self._saving.has_levels = reopened.orders is not None
         self._pace.open(is_restart=reopened.restored is not None)
         self._leave.listen()
         atexit.register(self._at_exit)
@@ -369,7 +369,7 @@ class Checkpointer:
         if self._is_failing or self._together.is_broken:
             pending = []  # what is complete is written; the agent keeps its memory for the next start of all ranks
         else:
-            self._client.close(seconds=self._close_seconds if pending or self._levels is not None else 10.0)
+            self._client.close(seconds=self._close_seconds if pending or self._saving.has_levels else 10.0)
         self._snapshotter.close()
         self._together.close()
         self._pace.close(CLOSED)

@@ -155,7 +155,7 @@ def reopen(
         made = lead(group, "the next lineage", lambda: create_next(paths, parent=parent, step=step).dump().decode())
         return Lineage.load(made.encode(), path=str(paths.lineages))
 
-    caches = None if levels is None else Caches(levels, run.id, group)
+    caches = None if levels is None else Caches(levels, run.id, group, log)
     if fresh:
         lead(group, "a fresh start", lambda: None if may_abandon else _refuse_overwriting(paths, catalog.scan(paths)))
         return _settle(Reopened(run, next_lineage(0, 0), owner), paths, caches, client)
@@ -183,7 +183,7 @@ def _settle(reopened: Reopened, paths: RunPaths, caches: Caches | None, client: 
     if caches is not None:
         caches.meet(client)
         again = None if reopened.is_resized else reopened.restored
-        reopened.orders = caches.orders(read_history(paths), again)
+        reopened.orders = caches.orders(read_history(paths), again) if caches.are_first(paths) else None
         caches.close()
     return reopened
 

@@ -193,7 +193,8 @@ class Restart:
             with ExitStack() as stack:
                 place = self._field.place(self._nodes[rank])
                 node = Node(place, protect=self._field.protect, address="127.0.0.1")
-                caches = stack.enter_context(closing(Caches(Levels(node, Shared()), RUN, circle.rank(rank))))
+                log = journal.EventLog(Path(os.devnull), who="trainer")
+                caches = stack.enter_context(closing(Caches(Levels(node, Shared()), RUN, circle.rank(rank), log)))
                 self._try_all(caches, stack, rank)
                 self._done.wait(60)  # nobody stops serving while another one reads
         except BaseException as error:

@@ -10,6 +10,20 @@ from stepwell.events import Event
 
 
 @dataclass(frozen=True, kw_only=True)
+class LevelsChosen(Event):
+    """Nobody gave `levels=`, and the nodes have caches: where checkpoints go first, and what was measured for it.
+
+    The seconds are of the slowest rank, for `nbytes` of each; None: that place could not be written.
+    """
+
+    level: ClassVar[int] = logging.INFO
+    first: str
+    nbytes: int
+    node_seconds: float | None
+    shared_seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Protected(Event):
     """This rank holds for others what it has to."""
 

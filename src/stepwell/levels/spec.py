@@ -113,15 +113,18 @@ class Shared:
 
 @dataclass(frozen=True)
 class Levels:
-    """What the Checkpointer was told."""
+    """What the Checkpointer was told. `is_default`: nobody said so; checkpoints may as well go to the shared place."""
 
     node: Node
     shared: Shared
+    is_default: bool = False
 
 
 def read_levels(levels: Sequence[Node | Shared] | None) -> Levels | None:
     """What `levels=` means; None: checkpoints go straight to the shared place. Raises ConfigError."""
     if levels is None:
+        return Levels(Node(), Shared(), is_default=True) if os.environ.get("STEPWELL_CACHE") else None
+    if not levels:
         return None
     nodes = [item for item in levels if isinstance(item, Node)]
     shared = [item for item in levels if isinstance(item, Shared)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -238,6 +239,20 @@ def put_new(path: Location, data: bytes, *, point: str) -> bool:
         crash_point(f"{point}.linked")
     sync_directory(path.parent)  # even if the name was taken: its owner may have died before this line
     return is_ours
+
+
+@contextlib.contextmanager
+def written_for_now(path: Location, data: bytes) -> Iterator[None]:
+    """A durable file that exists within this block."""
+    if isinstance(path, ObjectPath):
+        objects.put(path, data)
+        yield
+        return objects.remove(path)
+    temporary = _write_temporary(path, data)
+    try:
+        yield
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _write_temporary(path: Path, data: bytes) -> Path:

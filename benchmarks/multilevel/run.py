@@ -71,13 +71,15 @@ def launch(folder: Path, env: dict[str, str], world: int, **what: Any) -> list[d
     return [json.loads((out / f"rank.{rank}.json").read_text()) for rank in range(world)]
 
 
-def restart(folder: Path, env: dict[str, str], world: int, way: str, what: dict[str, Any]) -> float:
-    """Start all ranks again, with nothing in memory. Seconds until the slowest has its state."""
+def restart(folder: Path, env: dict[str, str], world: int, way: str, what: dict[str, Any]) -> dict[str, float]:
+    """Start all ranks again, with nothing in memory. Seconds until the slowest has its state, and of reading."""
     back = launch(folder, env, world, way=way, epochs=0, crash=True, **what)
     end_agents(folder)
     if not all(rank["is_back"] for rank in back):
         sys.exit(f"{way}: nothing was restored")
-    return max(rank["restored"] for rank in back)
+    found = {"all": max(rank["restored"] for rank in back)}
+    restored = [event for event in read_events(folder / "shared/run/events.jsonl") if event["kind"] == "restore"]
+    return found | ({"reading": restored[-1]["seconds"]} if restored else {})
 
 
 def end_agents(folder: Path) -> None:
@@ -108,7 +110,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200e6, help="of the shared place, bytes a second in all")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {**results.begin(), "save": {}, "load": {}, "phases": {}}
+    result: dict[str, Any] = {**results.begin(), "save": {}, "load": {}, "phases": {}, "processor": {}}
     for world in map(int, options.worlds.split(",")):
         every = max(1, options.images // world)
         for way in ("none", *options.ways.split(","), "none again"):
@@ -123,6 +125,7 @@ def main() -> None:
                 result["save"].setdefault(way, {})[world] = spent(found, every)
                 result["nbytes"] = found[0]["nbytes"]
                 result["phases"].setdefault(way, {})[world] = phases(folder, found)
+                result["processor"].setdefault(way, {})[world] = processor(found, options.epochs)
                 end_agents(folder)
                 if way.split()[0] != "none":
                     result["load"].setdefault(way, {})[world] = restart(folder, env, world, way, what)
@@ -159,6 +162,16 @@ def phases(folder: Path, found: list[dict[str, Any]]) -> dict[str, float]:
     return spent
 
 
+def processor(found: list[dict[str, Any]], epochs: int) -> dict[str, float]:
+    """Processor seconds of an epoch, all ranks together."""
+    return {who: sum(rank["processor"].get(who, 0) for rank in found) / epochs for who in ("trainer", "agent")}
+
+
+def told(restart: dict[str, float]) -> str:
+    reading = f" ({restart['reading']:.2f} reading)" if "reading" in restart else ""
+    return f"{restart['all']:.2f}{reading}"
+
+
 def overhead(result: dict[str, Any], way: str, world: int) -> float | None:
     save = result["save"]
     clean = [value for name in ("none", "none again") for value in save.get(name, {}).get(world, [])]
@@ -181,7 +194,7 @@ def write(out: Path, result: dict[str, Any]) -> None:
         noise.append(statistics.median(both[1]) / statistics.median(both[0]) - 1 if all(both) else None)
     save.append(["without, again", *map(percent, noise)])
     load = [
-        [way, *(f"{found[world]:.2f}" if world in found else "" for world in worlds)]
+        [way, *(told(found[world]) if world in found else "" for world in worlds)]
         for way, found in result["load"].items()
     ]
     names = ["save and wait", *PHASES]
@@ -191,11 +204,18 @@ def write(out: Path, result: dict[str, Any]) -> None:
         for world in found
         if found[world]
     ]
+    used = [
+        [f"{way}, {world} nodes", *(f"{found[world][who]:.2f}" for who in ("trainer", "agent"))]
+        for way, found in result["processor"].items()
+        for world in found
+    ]
     text = (
         f"# Levels: {result['nbytes'] / 1e6:.0f} MB of state\n\n"
         f"## E1: overhead of one checkpoint an epoch\n\n{results.table([head, *save])}"
         "\n## E1: seconds of each phase of a checkpoint, mean over ranks\n\nTraining waits in `save and wait`, `stall` "
         f"and `gate`; the rest goes on beside it.\n\n{results.table([['', *names], *spent])}"
+        "\n## E1: processor seconds of an epoch, all nodes together\n\n"
+        f"{results.table([['', 'trainers', 'agents'], *used])}"
         f"\n## E2: cold restart, seconds until all ranks have their state\n\n{results.table([head, *load])}"
     )
 
@@ -208,7 +228,7 @@ def write(out: Path, result: dict[str, Any]) -> None:
         left.axhline(5, color="gray", lw=0.6, ls=":")
         left.legend()
         for way, found in result["load"].items():
-            right.plot(list(found), list(found.values()), "o-", label=way)
+            right.plot(list(found), [value["all"] for value in found.values()], "o-", label=way)
         right.set(xlabel="nodes", ylabel="seconds", xticks=worlds, title="cold restart")
         right.legend()
 

@@ -118,7 +118,7 @@ def main() -> None:
         is_back = root.restore()
     dist.barrier()
     restored = time.monotonic() - started
-    times, saves = [], []
+    times, saves, began_processor = [], [], time.process_time()
     for _ in range(what["epochs"]):
         for _ in range(what["every"]):
             began = time.monotonic()
@@ -138,6 +138,10 @@ def main() -> None:
     status = None if ckpt is None else ckpt.status()
     facts = {"rank": rank, "world": world, "restored": restored, "is_back": is_back, "times": times, "saves": saves}
     facts["nbytes"] = 2 * sum(parameter.numel() * 4 for parameter in model)
+    facts["processor"] = {"trainer": time.process_time() - began_processor}
+    if ckpt is not None:
+        fields = Path(f"/proc/{ckpt.status().agent_pid}/stat").read_text().rpartition(")")[2].split()
+        facts["processor"]["agent"] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     facts["degraded"] = None if status is None else status.degraded
     (Path(what["out"]) / f"rank.{rank}.json").write_text(json.dumps(facts))
     dist.barrier()

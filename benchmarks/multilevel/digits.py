@@ -84,7 +84,7 @@ class Levels:
     """stepwell, with the same four calls."""
 
     def __init__(self, tracked: dict[str, Any], data: torch.utils.data.TensorDataset) -> None:
-        loader = stepwell.DataLoader(data, BATCH // dist.get_world_size(), shuffle=True, drop_last=True)
+        loader = stepwell.DataLoader(data, BATCH // dist.get_world_size(), shuffle=True, tail="drop")
         self._ckpt = stepwell.Checkpointer(
             FOLDER / "run",
             policy=stepwell.Every(steps=len(data) // BATCH),

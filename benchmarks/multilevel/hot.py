@@ -43,35 +43,27 @@ class Job(Cluster):
         return steps[0] - after if steps else None
 
     def wait_epochs(self, count: int, after: float) -> None:
-        self.wait(
-            lambda: sum("accuracy" in note and note["time"] > after for note in self.notes()) >= count,
-            f"{count} epochs",
-            600,
-        )
+        def are_done() -> bool:
+            assert not self.has_ended(), self.logs()
+            return sum("accuracy" in note and note["time"] > after for note in self.notes()) >= count
+
+        self.wait(are_done, f"{count} epochs", 300)
 
     def has_ended(self) -> bool:
         return all(node.agent.poll() is not None for node in self.nodes.values())
 
 
 class Stock(Job):
-    """The same with torchrun's own rendezvous, which lives in the first node; nothing of stepwell."""
-
-    most_nodes = ""
+    """The same with torchrun's own rendezvous, in the first node, and nothing of stepwell. Who is too many waits."""
 
     def rendezvous(self) -> list[str]:
         if not self.nodes:
             self.endpoint = free_port()
         found = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.endpoint}", "--rdzv-id=job"]
-        return [*found, f"--nnodes={self.slots}{self.most_nodes}"]
+        return [*found, f"--nnodes={self.slots}", f"--rdzv-conf=is_host={'false' if self.nodes else 'true'}"]
 
     def environment(self, name: str) -> dict[str, str]:
         return {key: value for key, value in super().environment(name).items() if not key.startswith("STEPWELL_")}
-
-
-class StockWithSpares(Stock):
-    def __init__(self, folder: Path, options: argparse.Namespace, *, epochs: int) -> None:
-        super().__init__(folder, options, epochs=epochs)
-        self.most_nodes = f":{self.most}"
 
 
 def say(text: str) -> None:
@@ -116,11 +108,11 @@ def ours(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         job.close()
 
 
-def stock(job: Stock, options: argparse.Namespace, names: list[str], **env: str) -> dict[str, Any]:
+def stock(job: Stock, options: argparse.Namespace, names: list[str], restarts: int, **env: str) -> dict[str, Any]:
     """One node lost after some epochs. How long until all make steps again, if ever."""
     try:
         started = time.monotonic()
-        job.start(*names, **env)
+        job.start(*names, restarts=restarts, **env)
         job.wait_epochs(min(2, options.epochs), 0.0)
         ranks = {note["rank"]: note["node"] for note in job.notes() if "begin" in note}
         victim = next(name for rank, name in ranks.items() if name != names[0] and rank)  # not the rendezvous itself
@@ -183,11 +175,11 @@ def main() -> None:
         found["undisturbed"] = undisturbed(folder / "undisturbed", options)
         write(options.out, found)
         root = Stock(folder / "root", options, epochs=10**6)
-        found["root"] = stock(root, options, names[: options.nodes])
+        found["root"] = stock(root, options, names[: options.nodes], 0)
         write(options.out, found)
         for key, env in (("torchrun", {}), ("torchrun, own store", {ONE_STORE: "1"})):
-            job = StockWithSpares(folder / key, options, epochs=10**6)
-            found[key] = stock(job, options, names, **env)
+            job = Stock(folder / key, options, epochs=10**6)
+            found[key] = stock(job, options, names, 50, **env)
             write(options.out, found)
     say((options.out / "hot.md").read_text())
     say((options.out / "log.md").read_text())

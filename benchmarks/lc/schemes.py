@@ -2,8 +2,9 @@
 
 SCAR (Qiao et al., ICML 2019): the checkpoint is what was saved last of each block; each time the blocks farthest from
 their saved values are saved whole. TOPN: the entries with the largest differences are saved, as they are, and the
-differences are taken to what was saved, as in LC-Checkpoint. Both are charged twice: for values alone, as the slides of
-the paper may mean it, and with a 32-bit index for each entry (or block), as a file needs it.
+differences are taken to what was saved, as in LC-Checkpoint. TOPN is charged twice: for values alone, as the slides of
+the paper may mean it, and with a 32-bit index for each entry, as a file needs it (`rework.with_indices`): then half as
+many entries have the same size. An index for each block of SCAR is a 64th, and always charged.
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ def run(scheme: str, states: list[State]) -> Outcome:
     if name == "SCAR":
         return scar(states, float(value) / 100)
     if name == "TOPN":
-        return topn(states, float(value) / 100, indices=False)
-    if name == "TOPN+index":
-        return topn(states, float(value) / 100, indices=True)
+        return topn(states, float(value) / 100)
     return chain(parse(scheme), states)
 
 
@@ -58,16 +57,16 @@ def chain(spec: Spec, states: list[State]) -> Outcome:
     return Outcome(dict(found.leaves), float(np.mean(nbytes)) / _nbytes(base))
 
 
-def topn(states: list[State], share: float, *, indices: bool) -> Outcome:
-    """Keep the largest differences exactly. `share` is of the entries; with indices, of the bytes."""
+def topn(states: list[State], share: float) -> Outcome:
+    """Keep the largest differences exactly: this share of the entries, charged for their values alone."""
     base, *others = states
     saved = _flat(base)
-    count = max(1, round(saved.size * share / (2 if indices else 1)))
+    count = max(1, round(saved.size * share))
     for state in others:
         delta = _flat(state) - saved
         chosen = np.argpartition(np.abs(delta), -count)[-count:]
         saved[chosen] += delta[chosen]
-    return Outcome(_shaped(saved, base), count * (8 if indices else 4) / (saved.size * 4))
+    return Outcome(_shaped(saved, base), count / saved.size)
 
 
 def scar(states: list[State], share: float) -> Outcome:

@@ -110,7 +110,7 @@ def main() -> None:
           f"{r['digest']:.1f}", f"{r['bits']:.2f}"] for r in found],
     )  # fmt: skip
     second = rows(
-        ["entries", "entropy code", "tables used again", "dictionary", "bits per entry", "in the last 10", "us a record"],
+        ["entries", "entropy code", "tables again", "dictionary", "bits an entry", "in the last 10", "us a record"],
         [[r["entries"], r["entropy"], "yes" if r["reuse"] else "no", r["dictionary"] or "-", f"{r['bits']:.3f}",
           f"{r['bits_late']:.3f}", f"{r['microseconds']:.0f}"] for r in small],
     )  # fmt: skip

@@ -13,6 +13,7 @@ Holds:   every record is the difference to what readers have, never to the state
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -182,8 +183,9 @@ class ChainWriter:
         if old is not None:
             old.close()
             # The skip record is durable from here on, so what is before it may go.
-            for _, path in list_segments(self._directory)[: -self._deltas.keep_segments]:
-                path.unlink()
+            with contextlib.suppress(OSError):  # what cannot be removed now is tried again after the next one
+                for _, path in list_segments(self._directory)[: -self._deltas.keep_segments]:
+                    path.unlink()
 
     def refresh(self) -> str | None:
         """Why a new base is due, or None. A change of the leaves, and a restart, ask for one too."""

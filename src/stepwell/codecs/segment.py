@@ -40,8 +40,11 @@ class Appender:
         self._fd = -1
 
     def open(self) -> None:
-        """Create the file. Raises FileExistsError: records are never added to what an older process wrote."""
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        """Create the file. Raises PersistError, if it is there too: nothing is added to what an older process wrote."""
+        try:
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise PersistError(f"{self.path}: cannot be made: {error.strerror}", path=str(self.path)) from error
 
     def append(self, *pieces: bytes) -> None:
         """Write a record and make it durable; of the first one the name too. Raises PersistError, then it is closed."""

@@ -29,6 +29,12 @@ def round_to_bf16(magnitude: float) -> int:
     return min((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, _LARGEST_BF16)
 
 
+def middle(lo: int, hi: int) -> int:
+    """Halfway between two magnitudes given by their bits, as bfloat16. Halved first: their sum may overflow."""
+    low, high = (np.uint32(bits).view(np.float32) / np.float32(2) for bits in (lo, hi))
+    return round_to_bf16(float(low + high))
+
+
 def from_bf16(halves: NDArray[np.uint16]) -> Floats:
     """float32 values of bfloat16 bits."""
     wide: Words = halves.astype(np.uint32) << np.uint32(16)

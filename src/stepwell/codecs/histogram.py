@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from stepwell.codecs.floats import KEYS, MANTISSA_BITS, MOST_EXPONENT, Floats, Words
+from stepwell.codecs.floats import KEYS, MANTISSA_BITS, MOST_EXPONENT, Floats, Words, middle
 
-CHUNK: Final = 1 << 15
+CHUNK: Final = 1 << 17
 """Entries that are worked on at once: all that is made of them stays in the cache. A multiple of 8."""
 Piece = tuple[Floats, Floats]
 """A leaf's values, and the reader's state of it."""
@@ -29,6 +29,7 @@ class Histogram:
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(KEYS, np.int64))
     lo: dict[int, int] = field(default_factory=dict)
     hi: dict[int, int] = field(default_factory=dict)
+    settled: set[int] = field(default_factory=set)
 
     @property
     def is_codable(self) -> bool:
@@ -41,11 +42,12 @@ class Histogram:
         """Whether no difference is normal: zeros and subnormal numbers, which count as zero, are all there is."""
         return not self.counts.reshape(2, -1)[:, 1:].any()
 
-    def top(self, most: int, *, with_ties: bool = False) -> list[int]:
+    def top(self, most: int, *, with_ties: bool = False, least: int = 1) -> list[int]:
         """Keys by priority: exponent down, then count down, then plus first. At most `most`; with ties, all keys of the
-        last exponent too.
+        last exponent too. `least`: no exponent below it is among them.
         """
-        occupied = [int(key) for key in np.flatnonzero(self.counts) if 0 < key & 255 <= MOST_EXPONENT]
+        both = self.counts.reshape(2, -1)[:, least : MOST_EXPONENT + 1]
+        occupied = [256 * sign + least + place for sign, place in np.argwhere(both).tolist()]
         occupied.sort(key=lambda key: (-(key & 255), -int(self.counts[key]), key))
         kept = occupied[:most]
         if with_ties and kept:
@@ -72,26 +74,54 @@ def measure(pieces: Iterable[Piece], top: int) -> Histogram:
 
     Stops at once where something cannot be coded.
     """
-    found, cut = Histogram(), 0
+    found, dense = Histogram(), range(0)
     room = np.empty(CHUNK, np.float32)
-    words, mask = np.empty(CHUNK, np.uint32), np.empty(CHUNK, np.bool_)
+    words, mask, keys = np.empty(CHUNK, np.uint32), np.empty(CHUNK, np.bool_), np.empty(CHUNK, np.uint16)
     for values, state in chunks(pieces):
         count = values.size
         bits = difference(values, state, room).view(np.uint32)
-        if cut:
+        if dense:
+            np.right_shift(bits, np.uint32(MANTISSA_BITS), out=words[:count])
+            np.copyto(keys[:count], words[:count], casting="unsafe")
+            for key in (key for exponent in dense for key in (exponent, exponent + 256)):
+                found.counts[key] += np.count_nonzero(np.equal(keys[:count], np.uint16(key), out=mask[:count]))
+        if dense.stop:
             # A key that is among the top ones in the end is among those of what was seen so far: look at no other.
             magnitudes = np.bitwise_and(bits, np.uint32(0x7FFFFFFF), out=words[:count])
-            np.greater_equal(magnitudes, np.uint32(cut << MANTISSA_BITS), out=mask[:count])
+            np.greater_equal(magnitudes, np.uint32(dense.stop << MANTISSA_BITS), out=mask[:count])
             bits = bits[np.flatnonzero(mask[:count])]
-        keys = np.right_shift(bits, np.uint32(MANTISSA_BITS), out=words[: bits.size])
-        here = np.bincount(keys.astype(np.intp), minlength=KEYS)
+        here = _count(bits, words)
         found.counts += here
         if not found.is_codable:
             return found
-        if top and (wanted := found.top(top, with_ties=True)):
-            cut = wanted[-1] & 255
+        if top and (wanted := found.top(top, with_ties=True, least=max(dense.start, 1))):
             _extend(found, bits, {key for key in wanted if here[key]}, words[: bits.size])
+            if len(wanted) >= top:  # with fewer, any key that is yet to come is among them
+                dense = _dense(found, wanted[-1] & 255)
     return found
+
+
+def _count(bits: Words, room: Words) -> NDArray[np.int64]:
+    keys = np.right_shift(bits, np.uint32(MANTISSA_BITS), out=room[: bits.size])
+    return np.bincount(keys.astype(np.intp), minlength=KEYS)
+
+
+def _dense(found: Histogram, cut: int) -> range:
+    """Exponents from `cut` on of which nothing can change any more but the counts: both signs are there, and members
+    yet to come, which lie in the same bucket, leave the bfloat16 in the middle as it is.
+    """
+    stop = cut
+    while _is_settled(found, stop) and _is_settled(found, stop + 256):
+        stop += 1
+    return range(cut, stop)
+
+
+def _is_settled(found: Histogram, key: int) -> bool:
+    if key not in found.settled and key in found.lo:
+        edge = (key & 255) << MANTISSA_BITS
+        if middle(edge, found.hi[key]) == middle(found.lo[key], edge + (1 << MANTISSA_BITS) - 1):
+            found.settled.add(key)
+    return key in found.settled
 
 
 def _extend(found: Histogram, bits: Words, wanted: set[int], room: Words) -> None:

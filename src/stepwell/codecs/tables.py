@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from stepwell.codecs.floats import MANTISSA_BITS, MOST_EXPONENT, Bytes, Floats, Words, from_bf16, round_to_bf16
+from stepwell.codecs.floats import MANTISSA_BITS, MOST_EXPONENT, Bytes, Floats, Words, from_bf16, middle, round_to_bf16
 from stepwell.codecs.histogram import CHUNK, Histogram
 from stepwell.codecs.spec import LC, Spec, Ternary, Uniform
 
@@ -149,9 +149,8 @@ def from_head(head: int) -> float:
 
 
 def representative(found: Histogram, key: int) -> int:
-    """The middle of a bucket's smallest and largest member, as bfloat16. Halved first: their sum may overflow."""
-    lo, hi = (np.uint32(side[key]).view(np.float32) for side in (found.lo, found.hi))
-    return round_to_bf16(float(lo / np.float32(2) + hi / np.float32(2))) | (0x8000 if key >= 256 else 0)
+    """The middle of a bucket's smallest and largest member, with their sign."""
+    return middle(found.lo[key], found.hi[key]) | (0x8000 if key >= 256 else 0)
 
 
 def root_mean_square(found: Histogram) -> float:

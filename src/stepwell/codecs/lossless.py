@@ -8,8 +8,10 @@ Holds:   raw, zstd and xor give back every bit, whatever the bits are. Of `top` 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepwell.codecs import frames
 from stepwell.codecs.floats import AnyArray, Bytes, Floats, Words, is_finite
@@ -17,6 +19,9 @@ from stepwell.codecs.layout import Part, Slot
 from stepwell.codecs.spec import Raw, Top, Xor, Zstd
 from stepwell.errors import DamagedError
 from stepwell.format import dtypes
+
+_CHUNK: Final = 1 << 14
+"""Entries of `top` that are worked on at once, so that what is made of them stays in the cache."""
 
 
 def encode_bytes(part: Part, values: Sequence[AnyArray], state: Bytes) -> bytes:
@@ -70,19 +75,28 @@ def encode_top(part: Part, values: Sequence[Floats], state: Floats) -> bytes:
     """
     spec = part.spec
     assert isinstance(spec, Top)
-    whole = np.concatenate(values) if values else np.empty(0, np.float32)
-    if not is_finite(whole):
-        state[:] = whole
-        return b"\0" + whole.tobytes()
-    codes = top_codes(whole, spec.mantissa)
-    shift = codes - top_codes(state, spec.mantissa) if is_finite(state) else codes
-    if not shift.any() and is_finite(state) and np.array_equal(top_values(codes, spec.mantissa), state):
-        return b""
-    state[:] = top_values(codes, spec.mantissa)
-    # Zigzag: small differences of both signs become small numbers, in whose high bytes there is hardly anything.
-    signed = shift.astype(np.int16)
-    zigzag = ((signed << np.int16(1)) ^ (signed >> np.int16(15))).view(np.uint16)
-    return b"\1" + frames.compress(shuffle(zigzag.view(np.uint8), 2), level=3)
+    places = [state[slot.start : slot.start + slot.leaf.count] for slot in part.slots]
+    if not all(is_finite(value) for value in values):
+        for value, place in zip(values, places, strict=True):
+            place[:] = value
+        return b"\0" + state.tobytes()
+    from_zero = not is_finite(state)
+    low, high = planes = np.empty((2, state.size), np.uint8)
+    has_moved = False
+    for slot, value, place in zip(part.slots, values, places, strict=True):
+        for start in range(0, value.size, _CHUNK):
+            here = place[start : start + _CHUNK]
+            codes = top_codes(value[start : start + _CHUNK], spec.mantissa)
+            shift = codes if from_zero else codes - top_codes(here, spec.mantissa)
+            # Zigzag: small differences of both signs become small numbers, with hardly anything in their high bytes.
+            zigzag = shift << np.uint16(1) ^ (shift.view(np.int16) >> np.int16(15)).view(np.uint16)
+            at = slot.start + start
+            np.copyto(low[at : at + here.size], zigzag, casting="unsafe")
+            np.copyto(high[at : at + here.size], zigzag >> np.uint16(8), casting="unsafe")
+            new = top_values(codes, spec.mantissa)
+            has_moved = has_moved or not np.array_equal(new, here)
+            here[:] = new
+    return b"\1" + frames.compress(planes.data, level=1) if has_moved else b""
 
 
 def decode_top(part: Part, data: memoryview, state: Floats) -> None:
@@ -96,28 +110,32 @@ def decode_top(part: Part, data: memoryview, state: Floats) -> None:
             raise DamagedError(f"a part of {state.nbytes} bytes has {len(data) - 1}", expected=state.nbytes)
         state[:] = np.frombuffer(data[1:], np.float32)
         return
-    plain = unshuffle(np.frombuffer(frames.decompress(data[1:], 2 * state.size), np.uint8), 2).view(np.uint16)
-    signed = (plain >> np.uint16(1)).view(np.int16) ^ -(plain & np.uint16(1)).view(np.int16)
-    before = top_codes(state, spec.mantissa) if is_finite(state) else np.zeros(state.size, np.uint32)
-    codes = (before.astype(np.uint16) + signed.view(np.uint16)).astype(np.uint32)
-    state[:] = top_values(codes, spec.mantissa)
+    low, high = np.frombuffer(frames.decompress(data[1:], 2 * state.size), np.uint8).reshape(2, -1)
+    from_zero = not is_finite(state)
+    for start in range(0, state.size, _CHUNK):
+        here = state[start : start + _CHUNK]
+        zigzag = low[start : start + _CHUNK] | high[start : start + _CHUNK].astype(np.uint16) << np.uint16(8)
+        shift = zigzag >> np.uint16(1) ^ -(zigzag & np.uint16(1))
+        codes = shift if from_zero else shift + top_codes(here, spec.mantissa)
+        here[:] = top_values(codes, spec.mantissa)
 
 
-def top_codes(values: Floats, mantissa: int) -> Words:
+def top_codes(values: Floats, mantissa: int) -> NDArray[np.uint16]:
     """Sign, exponent and the first bits of the mantissa, as a number; 0 for zero only."""
     bits = values.view(np.uint32)
-    codes = bits >> np.uint32(23 - mantissa)
-    sign = np.uint32(1 << (8 + mantissa))
-    is_zero = (bits << np.uint32(1)) == 0
-    # The smallest subnormal numbers have no top bits: they go up to the least code that is not zero.
-    codes = np.where((codes & ~sign) == 0, codes | np.uint32(1), codes)
-    found: Words = np.where(is_zero, np.uint32(0), codes)
-    return found
+    codes: NDArray[np.uint16] = (bits >> np.uint32(23 - mantissa)).astype(np.uint16)
+    has_none = (codes & np.uint16((1 << (8 + mantissa)) - 1)) == 0
+    if has_none.any():
+        # The smallest subnormal numbers have no top bits: they go up to the least code that is not zero.
+        codes[has_none] |= np.uint16(1)
+        codes[values == 0] = 0
+    return codes
 
 
-def top_values(codes: Words, mantissa: int) -> Floats:
+def top_values(codes: NDArray[np.uint16], mantissa: int) -> Floats:
     """The middle of all values with the same top bits."""
     open_bits = 23 - mantissa
-    bits = (codes << np.uint32(open_bits)) | np.uint32(1 << (open_bits - 1))
-    found: Words = np.where(codes == 0, np.uint32(0), bits)
-    return found.view(np.float32)
+    bits: Words = (codes.astype(np.uint32) << np.uint32(open_bits)) | np.uint32(1 << (open_bits - 1))
+    if not codes.all():
+        bits[codes == 0] = 0
+    return bits.view(np.float32)

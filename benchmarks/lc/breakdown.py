@@ -69,10 +69,21 @@ def significance(work: Workload, states: list[State]) -> dict:
             work.load(_shaped(before + there, states[-1]))
             left = float(np.linalg.norm(delta - there) / np.linalg.norm(delta))
             found[kept] = {"error": left, "energy": 1 - left**2, "loss": work.loss()}
+    by_tensor = {}
+    for kept in (3, 7):
+        leaves = [(states[-1][name] - states[-2][name]).reshape(-1) for name in states[-1]]
+        left = sum(float(np.square(leaf - quantise(leaf, kept)).sum()) for leaf in leaves)
+        by_tensor[kept] = 1 - left / float(np.square(delta).sum())
     work.load(states[-2])
     before_loss = work.loss()
     work.load(states[-1])
-    return {"buckets": total, "kept": found, "loss_before": before_loss, "loss_after": work.loss()}
+    return {
+        "buckets": total,
+        "kept": found,
+        "energy_by_tensor": by_tensor,
+        "loss_before": before_loss,
+        "loss_after": work.loss(),
+    }
 
 
 def main() -> None:
@@ -134,10 +145,12 @@ def report_curves(curves: dict, out: Path) -> None:
         kept = own["kept"]
         way = own["loss_before"] - own["loss_after"]
         share = lambda n: f"{(own['loss_before'] - kept[n]['loss']) / way:.0%}" if n in kept and way else "-"  # noqa: B023, E731
-        lines.append([name, own["buckets"], *(f"{kept[n]['energy']:.1%}" if n in kept else "-" for n in (1, 3, 7, 15)),
-                      *(share(n) for n in (1, 3, 7, 15)), f"{way:.4f}"])  # fmt: skip
+        tensors = [f"{own['energy_by_tensor'][n]:.1%}" for n in (3, 7)]
+        energy = [f"{kept[n]['energy']:.1%}" if n in kept else "-" for n in (1, 3, 7, 15)]
+        lines.append([name, own["buckets"], *energy, *tensors, *(share(n) for n in (1, 3, 7, 15)), f"{way:.4f}"])
     header = ["workload", "buckets", *(f"energy in {n}" for n in (1, 3, 7, 15)),
-              *(f"loss gained with {n}" for n in (1, 3, 7, 15)), "loss gained with all"]  # fmt: skip
+              "energy in 3 of each tensor", "7 of each", *(f"loss gained with {n}" for n in (1, 3, 7, 15)),
+              "loss gained with all"]  # fmt: skip
 
     def draw(pyplot) -> None:
         _, axes = pyplot.subplots(1, 2, figsize=(10, 4))

@@ -233,3 +233,35 @@ def test_reused_tables_and_dictionaries_are_read(tmp_path: Path) -> None:
             reused += chain.append(step, {"x": value}).reused_tables
             assert restore(tmp_path / "chain").leaves["x"].tobytes() == chain.state()["x"].tobytes()
         assert reused > 5 and chain._memories[0].dictionary
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from stepwell.codecs.chain import ChainWriter
+from stepwell.codecs.layout import Deltas
+from tests.codecs.walks import LEAVES, walk
+states = walk()
+deltas = Deltas(skip_every=4, keep_segments=1)
+with ChainWriter.start(Path(sys.argv[1]), LEAVES, next(states), step=0, deltas=deltas) as chain:
+    for number in range(1, 10**6):
+        chain.append(number, next(states))
+        print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("after", [1, 4, 5, 23])
+def test_what_append_returned_from_survives_sigkill(after: int, tmp_path: Path) -> None:
+    """Killed at some moment of a later append: every record that was acknowledged is there, and at most one more."""
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "chain")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as child:
+        assert child.stdout is not None
+        seen = [int(child.stdout.readline()) for _ in range(after)]
+        child.kill()
+        seen += [int(line) for line in child.stdout.read().split()]
+    found = restore(tmp_path / "chain")
+    assert found.number in (seen[-1], seen[-1] + 1)
+    assert found.stopped is None or found.is_torn
+    states = walk()
+    truth = [next(states) for _ in range(found.number + 1)][-1]
+    assert found.leaves["bias"].tobytes() == truth["bias"].tobytes()

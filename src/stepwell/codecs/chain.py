@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -138,19 +138,13 @@ class ChainWriter:
 
     def _code(self, values: Sequence[Sequence[AnyArray]], is_skip: bool) -> tuple[list[bytes], Facts]:
         sections, total = [], Facts()
+        reuse = self._deltas.reuse_tables and not is_skip
+        dictionary_bytes = 0 if is_skip else self._deltas.dictionary_bytes
         for part, pieces, array, memory in zip(
             self._image.parts, values, self._image.arrays, self._memories, strict=True
         ):
             chosen = part.for_skip(self._document.skip) if is_skip else part
-            options = {"reuse": self._deltas.reuse_tables and not is_skip}
-            section, facts = code(
-                chosen,
-                pieces,
-                array,
-                memory,
-                **options,
-                dictionary_bytes=0 if is_skip else self._deltas.dictionary_bytes,
-            )
+            section, facts = code(chosen, pieces, array, memory, reuse=reuse, dictionary_bytes=dictionary_bytes)
             sections.append(section)
             total.entries, total.kept = total.entries + facts.entries, total.kept + facts.kept
             total.exact, total.reused = total.exact + facts.exact, total.reused + facts.reused
@@ -209,27 +203,34 @@ class ChainWriter:
 
     def _measure(self, values: Sequence[Sequence[AnyArray]]) -> float:
         missing = way = 0.0
-        for (number, start, stride), base in self._sampled:
-            slot = self._image.parts[number].slots[start]
-            truth = values[number][start][::stride].astype(np.float64)
-            place = self._image.arrays[number][slot.start : slot.start + slot.leaf.count : stride]
-            missing += float(np.square(truth - place).sum())
-            way += float(np.square(truth - base).sum())
+        for sample in self._sampled:
+            slot = self._image.parts[sample.part].slots[sample.slot]
+            truth = values[sample.part][sample.slot][:: sample.stride].astype(np.float64)
+            place = self._image.arrays[sample.part][slot.start : slot.start + slot.leaf.count : sample.stride]
+            with np.errstate(invalid="ignore"):  # a state that holds infinity has no error to speak of
+                missing += float(np.square(truth - place).sum())
+                way += float(np.square(truth - sample.base).sum())
         return math.sqrt(missing / way) if way else 0.0
 
 
-_Sample = tuple[tuple[int, int, int], AnyArray]
+class _Sample(NamedTuple):
+    """Some entries of a leaf as they were in the base."""
+
+    part: int
+    slot: int
+    stride: int
+    base: AnyArray
 
 
 def _samples(image: Image) -> list[_Sample]:
-    """Of every quantised leaf some entries of the base: part, slot and stride, and the values."""
+    """Of every quantised leaf."""
     total = sum(part.size for part in image.parts if part.spec.is_delta)
     stride = max(1, total // _MOST_SAMPLES)
-    found: list[_Sample] = []
+    found = []
     for number, (part, array) in enumerate(zip(image.parts, image.arrays, strict=True)):
         for index, slot in enumerate(part.slots if part.spec.is_delta else ()):
             line = array[slot.start : slot.start + slot.leaf.count : stride]
-            found.append(((number, index, stride), line.astype(np.float64)))
+            found.append(_Sample(number, index, stride, line.astype(np.float64)))
     return found
 
 

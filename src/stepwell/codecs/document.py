@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from stepwell.codecs.layout import Leaf, Part, Slot
@@ -35,7 +36,7 @@ class Document:
     base: bytes
     is_external: bool
 
-    @property
+    @cached_property
     def manifest(self) -> bytes:
         """Digest of leaves and codecs, which every record of the chain carries."""
         return manifest_digest(self.parts, self.skip)

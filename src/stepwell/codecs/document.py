@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from stepwell.codecs.layout import Leaf, Part, Slot
-from stepwell.codecs.spec import Spec, Top, parse
+from stepwell.codecs.layout import Leaf, Part, place
+from stepwell.codecs.spec import Spec, parse
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.format import dtypes
 from stepwell.format.checksum import document_digest
@@ -92,7 +92,7 @@ def _entry(item: object, path: str) -> tuple[Leaf, Spec, int]:
     fields = Fields(item, path=path)
     leaf = Leaf(fields.text("name"), fields.text("dtype"), fields.shape("shape"), fields.text("role"))
     spec = _spec(fields.text("codec"), path)
-    if not dtypes.is_known(leaf.dtype) or (_is_floats(spec) and leaf.dtype != "float32"):
+    if not dtypes.is_known(leaf.dtype) or (spec.is_floats and leaf.dtype != "float32"):
         raise DamagedError(
             f"{path}: leaf {leaf.name!r} of {leaf.dtype!r} cannot be coded as {spec.text}", path=path, leaf=leaf.name
         )
@@ -106,14 +106,8 @@ def _spec(text: str, path: str) -> Spec:
         raise DamagedError(f"{path}: {error}", path=path, found=text) from None
 
 
-def _is_floats(spec: Spec) -> bool:
-    return spec.is_delta or isinstance(spec, Top)
-
-
 def _parts(found: Sequence[tuple[Leaf, Spec, int]]) -> tuple[Part, ...]:
-    by_spec: dict[Spec, list[Slot]] = {}
+    members: dict[Spec, list[tuple[Leaf, int]]] = {}
     for leaf, spec, group in found:
-        slots = by_spec.setdefault(spec, [])
-        size = slots[-1].leaf.count if _is_floats(spec) and slots else slots[-1].leaf.nbytes if slots else 0
-        slots.append(Slot(leaf, slots[-1].start + size if slots else 0, group))
-    return tuple(Part(spec, tuple(slots), _is_floats(spec)) for spec, slots in by_spec.items())
+        members.setdefault(spec, []).append((leaf, group))
+    return tuple(place(spec, [leaf for leaf, _ in own], [group for _, group in own]) for spec, own in members.items())

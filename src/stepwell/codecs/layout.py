@@ -101,7 +101,10 @@ class Part:
 
     spec: Spec
     slots: tuple[Slot, ...]
-    is_floats: bool
+
+    @property
+    def is_floats(self) -> bool:
+        return self.spec.is_floats
 
     @property
     def size(self) -> int:
@@ -149,14 +152,21 @@ def arrange(leaves: Sequence[Leaf], deltas: Deltas) -> tuple[Part, ...]:
 
 
 def _part(spec: Spec, leaves: list[Leaf], deltas: Deltas) -> Part:
-    is_floats = spec.is_delta or isinstance(spec, Top)
     is_global = isinstance(spec, (LC, Ternary, Uniform)) and spec.scope == "global"
-    slots, start = [], 0
+    groups = []
     for number, leaf in enumerate(leaves, 1):
         is_pooled = spec.is_delta and (is_global or leaf.count < deltas.small_below)  # small ones are here if pooled
-        slots.append(Slot(leaf, start, 0 if is_pooled else number))
-        start += leaf.count if is_floats else leaf.nbytes
-    return Part(spec, tuple(slots), is_floats)
+        groups.append(0 if is_pooled else number)
+    return place(spec, leaves, groups)
+
+
+def place(spec: Spec, leaves: Sequence[Leaf], groups: Sequence[int]) -> Part:
+    """A part of these leaves, one after the other."""
+    slots, start = [], 0
+    for leaf, group in zip(leaves, groups, strict=True):
+        slots.append(Slot(leaf, start, group))
+        start += leaf.count if spec.is_floats else leaf.nbytes
+    return Part(spec, tuple(slots))
 
 
 def flat(leaf: Leaf, value: AnyArray, *, is_floats: bool) -> AnyArray:

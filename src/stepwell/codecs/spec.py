@@ -21,12 +21,13 @@ _FORM: Final = re.compile(r"([a-z]+)(?:\((.*)\))?")
 @dataclass(frozen=True)
 class Spec:
     """One codec. `is_exact`: what is read is what was given. `is_delta`: it codes the difference to what readers have,
-    and may leave parts of it to a later record.
+    and may leave parts of it to a later record. `is_floats`: it is for float32 only, the others are for any bytes.
     """
 
     name: ClassVar[str]
     is_exact: ClassVar[bool] = True
     is_delta: ClassVar[bool] = False
+    is_floats: ClassVar[bool] = False
 
     @property
     def text(self) -> str:
@@ -73,6 +74,7 @@ class Top(Spec):
 
     name: ClassVar[str] = "top"
     is_exact: ClassVar[bool] = False
+    is_floats: ClassVar[bool] = True
     mantissa: int = 3
 
     def __post_init__(self) -> None:
@@ -89,6 +91,7 @@ class LC(Spec):
     name: ClassVar[str] = "lc"
     is_exact: ClassVar[bool] = False
     is_delta: ClassVar[bool] = True
+    is_floats: ClassVar[bool] = True
     bits: int = 3
     scope: Scope = "tensor"
     entropy: Entropy = "zstd"
@@ -106,6 +109,7 @@ class Ternary(Spec):
     name: ClassVar[str] = "ternary"
     is_exact: ClassVar[bool] = False
     is_delta: ClassVar[bool] = True
+    is_floats: ClassVar[bool] = True
     threshold: float = 1.0
     scope: Scope = "tensor"
 
@@ -121,6 +125,7 @@ class Uniform(Spec):
     name: ClassVar[str] = "uniform"
     is_exact: ClassVar[bool] = False
     is_delta: ClassVar[bool] = True
+    is_floats: ClassVar[bool] = True
     step: float = 1.0
     scope: Scope = "tensor"
 

@@ -120,3 +120,13 @@ def test_tables_are_used_again_and_made_anew() -> None:
     pair.send(outlier)  # beyond the table: it waits for one record at most
     pair.send(outlier)
     assert abs(pair.state[5] - outlier[5]) < 0.01
+
+
+def test_a_step_far_too_small_for_what_comes_next() -> None:
+    """Found by chance: a table that is used again meets differences beyond what its steps can count."""
+    pair = Pair(Uniform(1.0), np.zeros(10, np.float32), reuse=True)
+    pair.send(np.full(10, 1.6e-38, np.float32))
+    target = np.full(10, 4.0, np.float32)
+    for _ in range(30):
+        pair.send(target)
+    assert np.abs(pair.state - target).max() < 1e-3

@@ -1,0 +1,256 @@
+"""Writing a chain: an exact base, then one record for each checkpoint, durable when `append` returns.
+
+Owns:    the writer's copy of the reader's state, numbers, when a record is one against the base, when old ones go, and
+         when a new base is due.
+Before:  the caller has a state at rest.   After: `replay` brings the last good record back.
+Holds:   every record is the difference to what readers have, never to the state before: what one leaves out, the next
+         ones bring. Older segments are removed only after a skip record is durable, and the newest ones stay. A failed
+         append ends the chain: the writer is ahead of the file, and only a new base brings them together again.
+
+    with ChainWriter.start(directory, leaves, state, step=0, deltas=Deltas()) as chain:
+        chain.append(1, state)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from stepwell.codecs import document, record
+from stepwell.codecs.document import Document, manifest_digest
+from stepwell.codecs.floats import AnyArray
+from stepwell.codecs.image import Image
+from stepwell.codecs.layout import Deltas, Leaf, State, arrange
+from stepwell.codecs.parts import Facts, Memory, code
+from stepwell.codecs.record import Head, body_digest
+from stepwell.codecs.replay import read_base
+from stepwell.codecs.segment import BASE_NAME, Appender, list_segments, segment_name, sync_directory
+from stepwell.errors import ConfigError, PersistError
+
+_SETTLED: Final = 16
+"""From this record on the error says something: at first nearly all of a small way is missing."""
+_MOST_SAMPLES: Final = 1 << 16
+
+
+@dataclass(frozen=True)
+class Appended:
+    """What became of one checkpoint. kept: part of the quantised entries that got a symbol. error: distance to the
+    true state, relative to the way from the base, by a sample. exact_groups: how many held NaN, infinity or the like.
+    """
+
+    number: int
+    step: int
+    kind: str
+    nbytes: int
+    kept: float
+    error: float
+    exact_groups: int
+    reused_tables: int
+
+
+class ChainWriter:
+    """A chain that is being written; `start` makes one."""
+
+    def __init__(self, directory: Path, deltas: Deltas, document: Document, image: Image,
+                 load_base: Callable[[], Image]) -> None:  # fmt: skip
+        self._directory, self._deltas, self._document, self._image = directory, deltas, document, image
+        self._load_base = load_base
+        self._memories = [Memory() for _ in image.parts]
+        self._number, self._step, self._digest = 0, document.step, document.base
+        self._segment: Appender | None = None
+        self._broken: str | None = None
+        self._error, self._kept = 0.0, 1.0
+        self._sampled = _samples(image)
+
+    @classmethod
+    def start(cls, directory: Path, leaves: Sequence[Leaf], state: State, *, step: int, deltas: Deltas,
+              base: Callable[[], State] | None = None) -> ChainWriter:  # fmt: skip
+        """Make the state durable as the base of a new chain, in a directory that does not exist.
+
+        `base`: it is kept elsewhere; gives that state when a skip record needs it, and is not stored here.
+        """
+        if sys.byteorder != "little":
+            raise ConfigError("chains are written and read on little-endian machines only")
+        image = Image(arrange(leaves, deltas))
+        image.fill(image.split(state))
+        about = Document(image.parts, deltas.skip, step, image.digest(), base is not None)
+        directory.mkdir()
+        if base is None:
+            _write_base(directory, about, image)
+
+        def load() -> Image:
+            if base is None:
+                return read_base(directory, about)
+            found = Image(about.parts)
+            found.fill(found.split(base()))
+            return found
+
+        _put(directory / document.NAME, about.dump())
+        sync_directory(directory.parent)
+        return cls(directory, deltas, about, image, load)
+
+    def __enter__(self) -> ChainWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing more will be appended. What was, is durable."""
+        if self._segment is not None:
+            self._segment.close()
+
+    def append(self, step: int, state: State) -> Appended:
+        """Make a checkpoint durable. Raises StateError if the leaves changed: nothing was written, a new base is due.
+
+        Raises PersistError where it could not be written; the chain is over then, and what was durable still is.
+        """
+        if self._broken is not None:
+            raise PersistError(f"{self._directory}: {self._broken}; begin a new base", path=str(self._directory))
+        if step <= self._step:
+            raise ConfigError(f"step {step} after step {self._step}: a chain goes forward", step=step)
+        values = self._image.split(state)
+        number = self._number + 1
+        is_skip = bool(self._deltas.skip_every and number > 1 and (number - 1) % self._deltas.skip_every == 0)
+        self._broken = "an append was interrupted"  # until it is whole: the image is ahead of the file
+        if is_skip:
+            self._image, self._memories = self._load_base(), [Memory() for _ in self._image.parts]
+        sections, facts = self._code(values, is_skip)
+        head, body = self._seal(number, step, sections, facts, is_skip)
+        self._persist(number, head, body, is_skip)
+        self._number, self._step, self._digest = number, step, head.after
+        self._kept = facts.kept / facts.entries if facts.entries else 1.0
+        self._error = self._measure(values)
+        self._broken = None
+        return Appended(number, step, record.KINDS[head.kind], record.HEAD_NBYTES + len(body), self._kept, self._error,
+                        facts.exact, facts.reused)  # fmt: skip
+
+    def _code(self, values: Sequence[Sequence[AnyArray]], is_skip: bool) -> tuple[list[bytes], Facts]:
+        sections, total = [], Facts()
+        reuse = self._deltas.reuse_tables and not is_skip
+        dictionary_bytes = 0 if is_skip else self._deltas.dictionary_bytes
+        for part, pieces, array, memory in zip(
+            self._image.parts, values, self._image.arrays, self._memories, strict=True
+        ):
+            chosen = part.for_skip(self._document.skip) if is_skip else part
+            section, facts = code(chosen, pieces, array, memory, reuse=reuse, dictionary_bytes=dictionary_bytes)
+            sections.append(section)
+            total.entries, total.kept = total.entries + facts.entries, total.kept + facts.kept
+            total.exact, total.reused = total.exact + facts.exact, total.reused + facts.reused
+        if is_skip:  # its tables are another codec's
+            self._memories = [Memory() for _ in self._image.parts]
+        return sections, total
+
+    def _seal(self, number: int, step: int, sections: list[bytes], facts: Facts, is_skip: bool) -> tuple[Head, bytes]:
+        body = record.join(sections)
+        return Head(
+            kind=record.SKIP if is_skip else record.DELTA,
+            flags=record.SUSPECT if facts.exact else 0,
+            parts=len(sections),
+            number=number,
+            step=step,
+            parent=0 if is_skip else number - 1,
+            manifest=self._document.manifest,
+            before=self._document.base if is_skip else self._digest,
+            after=self._image.digest(),
+            body_nbytes=len(body),
+            body_digest=body_digest(body),
+        ), body
+
+    def _persist(self, number: int, head: Head, body: bytes, is_skip: bool) -> None:
+        old = self._segment if is_skip else None
+        if self._segment is None or is_skip:
+            self._segment = Appender(self._directory / segment_name(number))
+            self._segment.open()
+        self._segment.append(head.dump(), body)
+        if old is not None:
+            old.close()
+            # The skip record is durable from here on, so what is before it may go.
+            with contextlib.suppress(OSError):  # what cannot be removed now is tried again after the next one
+                for _, path in list_segments(self._directory)[: -self._deltas.keep_segments]:
+                    path.unlink()
+
+    def refresh(self) -> str | None:
+        """Why a new base is due, or None. A change of the leaves, and a restart, ask for one too."""
+        limits = self._deltas
+        if self._broken is not None:
+            return self._broken
+        if self._number >= limits.most_records:
+            return f"{self._number} records"
+        stored = sum(os.stat(path).st_size for _, path in list_segments(self._directory))
+        if stored > self._document.nbytes:
+            return f"the records have {stored} bytes, the base {self._document.nbytes}"
+        if self._number and self._kept < limits.least_kept:
+            return f"{self._kept:.2%} of the entries got a symbol"
+        if self._number >= _SETTLED and self._error > limits.most_error:
+            return f"the error is {self._error:.2f} of the way from the base"
+        return None
+
+    def state(self) -> dict[str, AnyArray]:
+        """What a reader has after the last record: copies, by name."""
+        return {name: value.copy() for name, value in self._image.leaves().items()}
+
+    def _measure(self, values: Sequence[Sequence[AnyArray]]) -> float:
+        missing = way = 0.0
+        for sample in self._sampled:
+            slot = self._image.parts[sample.part].slots[sample.slot]
+            truth = values[sample.part][sample.slot][:: sample.stride].astype(np.float64)
+            place = self._image.arrays[sample.part][slot.start : slot.start + slot.leaf.count : sample.stride]
+            with np.errstate(invalid="ignore"):  # a state that holds infinity has no error to speak of
+                missing += float(np.square(truth - place).sum())
+                way += float(np.square(truth - sample.base).sum())
+        return math.sqrt(missing / way) if way else 0.0
+
+
+class _Sample(NamedTuple):
+    """Some entries of a leaf as they were in the base."""
+
+    part: int
+    slot: int
+    stride: int
+    base: AnyArray
+
+
+def _samples(image: Image) -> list[_Sample]:
+    """Of every quantised leaf."""
+    total = sum(part.size for part in image.parts if part.spec.is_delta)
+    stride = max(1, total // _MOST_SAMPLES)
+    found = []
+    for number, (part, array) in enumerate(zip(image.parts, image.arrays, strict=True)):
+        for index, slot in enumerate(part.slots if part.spec.is_delta else ()):
+            line = array[slot.start : slot.start + slot.leaf.count : stride]
+            found.append(_Sample(number, index, stride, line.astype(np.float64)))
+    return found
+
+
+def _write_base(directory: Path, about: Document, image: Image) -> None:
+    sections = [array.tobytes() for array in image.arrays]
+    body = record.join(sections)
+    head = Head(record.BASE, 0, len(sections), 0, about.step, 0, manifest_digest(about.parts, about.skip), bytes(16),
+                about.base, len(body), body_digest(body))  # fmt: skip
+    file = Appender(directory / BASE_NAME)
+    file.open()
+    file.append(head.dump(), body)
+    file.close()
+
+
+def _put(path: Path, data: bytes) -> None:
+    """A small file, durable under its name: from here on the chain exists."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    file = Appender(temporary)
+    file.open()
+    file.append(data)
+    file.close()
+    os.rename(temporary, path)
+    sync_directory(path.parent)

@@ -1,0 +1,70 @@
+"""zstd over packed symbols or shuffled bytes, with the size that is expected known beforehand.
+
+Owns:    parameters of the compressor, and dictionaries for records that are very small.
+Holds:   nothing is allocated on the word of a frame: the caller says how many bytes it has to give.
+
+Packed symbols have hardly any repeats to find but uneven bytes, so they get zstd's fastest search with a tiny table: it
+measured smaller and faster than level 1. Negative levels would leave out the entropy code, which is all that matters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from stepwell.errors import ConfigError, DamagedError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from zstandard import ZstdCompressionDict
+
+MOST_DICTIONARY_BYTES: Final = 1 << 16
+
+
+def compress(data: bytes | bytearray | memoryview, *, level: int = 0, dictionary: bytes = b"") -> bytes:
+    """One frame. Level 0: for packed symbols."""
+    zstd = _zstd()
+    trained = _dictionary(dictionary)
+    if level:
+        return bytes(zstd.ZstdCompressor(level=level, dict_data=trained).compress(data))
+    parameters = zstd.ZstdCompressionParameters(
+        strategy=zstd.STRATEGY_FAST, window_log=20, hash_log=6, min_match=7, write_dict_id=False
+    )
+    return bytes(zstd.ZstdCompressor(compression_params=parameters, dict_data=trained).compress(data))
+
+
+def decompress(data: bytes | memoryview, nbytes: int, *, dictionary: bytes = b"") -> bytes:
+    """The content of one frame, which has to have `nbytes`. Raises DamagedError."""
+    zstd = _zstd()
+    try:
+        if zstd.frame_content_size(data) != nbytes:
+            raise DamagedError(f"a frame does not hold {nbytes} bytes", expected=nbytes)
+        found = bytes(zstd.ZstdDecompressor(dict_data=_dictionary(dictionary)).decompress(data, nbytes))
+    except zstd.ZstdError as error:
+        raise DamagedError(f"a frame cannot be read: {error}") from None
+    if len(found) != nbytes:
+        raise DamagedError(f"a frame holds {len(found)} bytes, not {nbytes}", expected=nbytes, found=len(found))
+    return found
+
+
+def train(samples: list[bytes], nbytes: int) -> bytes:
+    """A dictionary (code tables included) from payloads like those to come; empty where zstd finds too little."""
+    zstd = _zstd()
+    try:
+        return bytes(zstd.train_dictionary(nbytes, samples).as_bytes())
+    except zstd.ZstdError:
+        return b""
+
+
+def _dictionary(data: bytes) -> ZstdCompressionDict | None:
+    return _zstd().ZstdCompressionDict(data) if data else None
+
+
+def _zstd() -> ModuleType:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError(
+            "this codec needs zstandard, which is not installed: pip install stepwell[codecs]", missing="zstandard"
+        ) from error
+    return zstandard

@@ -1,0 +1,257 @@
+"""A part of quantised differences as bytes: tables of its groups, symbols, and groups that are stored as they are.
+
+Owns:    the section of a record that belongs to one part, for the codecs `lc`, `ternary` and `uniform`; and `code` and
+         `apply`, which find the right codec for any part.
+Holds:   what cannot be coded (NaN, infinity, differences near the end of the range) is stored exactly, and the next
+         record goes on from there; a group in which nothing changed takes one byte. Tables are used again only from
+         records that a reader must have read: a base or a skip record forgets them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, cast
+
+import numpy as np
+
+from stepwell.codecs import frames, huffman, lossless
+from stepwell.codecs.floats import AnyArray, Bytes, Floats
+from stepwell.codecs.histogram import Piece, measure
+from stepwell.codecs.layout import Part, Slot
+from stepwell.codecs.quantise import Outcome, decode, encode, packed_nbytes, unpack
+from stepwell.codecs.spec import LC, Top
+from stepwell.codecs.tables import Table, make_table, most_heads, read_table, stored_bits, wanted_ranges
+from stepwell.errors import DamagedError
+
+SAME, FRESH, AGAIN, EXACT = range(4)
+"""Of a group: nothing changed; coded with a table that follows; with the table of the record before; as it is."""
+HUFFMAN, OLD_CODES, NEW_DICTIONARY, DICTIONARY = 1, 2, 4, 8
+MOST_AGE: Final = 8
+"""A table is made anew after so many records at the latest."""
+_SHIFT: Final = 0.2
+_DICTIONARY_SAMPLES: Final = 8
+_SMALL_NBYTES: Final = 4096
+
+
+@dataclass
+class Kept:
+    """A group's table, how many entries it kept when it was made, and for how many records it was used."""
+
+    table: Table
+    kept: int
+    age: int = 0
+    is_stale: bool = False
+
+
+@dataclass
+class Memory:
+    """What one record leaves for the next ones, of one part; a writer's and a reader's agree on what both use."""
+
+    tables: dict[int, Kept] = field(default_factory=dict)
+    lengths: huffman.Lengths | None = None
+    dictionary: bytes = b""
+    samples: list[bytes] = field(default_factory=list)
+
+
+@dataclass
+class Facts:
+    """For reports. entries: quantised ones; kept: those with a symbol; exact: groups that could not be coded."""
+
+    entries: int = 0
+    kept: int = 0
+    exact: int = 0
+    reused: int = 0
+
+
+def code(part: Part, values: Sequence[AnyArray], state: AnyArray, memory: Memory, *,
+         reuse: bool = False, dictionary_bytes: int = 0) -> tuple[bytes, Facts]:  # fmt: skip
+    """Bytes of a part, and the state moved on to what a reader of them has."""
+    if part.spec.is_delta:
+        return _code_deltas(part, cast("Sequence[Floats]", values), state, memory, reuse, dictionary_bytes)
+    if isinstance(part.spec, Top):
+        return lossless.encode_top(part, values, state), Facts()
+    return lossless.encode_bytes(part, values, state), Facts()
+
+
+def apply(part: Part, data: memoryview, state: AnyArray, memory: Memory) -> None:
+    """Move a reader's state on. Raises DamagedError; what the state holds then is of no use."""
+    if part.spec.is_delta:
+        _apply_deltas(part, data, state, memory)
+    elif isinstance(part.spec, Top):
+        lossless.decode_top(part, data, state)
+    else:
+        lossless.decode_bytes(part, data, state)
+
+
+def _code_deltas(
+    part: Part, values: Sequence[Floats], state: Floats, memory: Memory, reuse: bool, dictionary_bytes: int
+) -> tuple[bytes, Facts]:
+    bits, facts = stored_bits(part.spec), Facts()
+    heads, exact = bytearray(), []
+    room = np.empty(sum(packed_nbytes(slot.leaf.count, bits) for slot in part.slots), np.uint8)
+    by_name = {slot.leaf.name: value for slot, value in zip(part.slots, values, strict=True)}
+    position = 0
+    for number, slots in enumerate(part.groups()):
+        pieces = [(by_name[slot.leaf.name], _place(slot, state)) for slot in slots]
+        nbytes = _packed(slots, bits)
+        kind, outcome = _code_group(part, number, pieces, memory, reuse, room[position : position + nbytes])
+        heads.append(kind)
+        if kind == FRESH:
+            stored = memory.tables[number].table.heads
+            heads += struct.pack(f"<B{len(stored)}H", len(stored), *stored)
+        if kind in (FRESH, AGAIN):
+            position += nbytes
+        elif kind == EXACT:
+            exact += [value.tobytes() for value, _ in pieces]
+            facts.exact += 1
+        facts.entries += sum(value.size for value, _ in pieces)
+        facts.kept += outcome.kept
+        facts.reused += kind == AGAIN
+    if all(kind == SAME for kind in heads):
+        return b"", facts
+    symbols = _shrink(part, room[:position], memory, reuse, dictionary_bytes)
+    return symbols[:1] + bytes(heads) + struct.pack("<Q", len(symbols) - 1) + symbols[1:] + b"".join(exact), facts
+
+
+def _code_group(
+    part: Part, number: int, pieces: list[Piece], memory: Memory, reuse: bool, out: Bytes
+) -> tuple[int, Outcome]:
+    known = memory.tables.pop(number, None)
+    if known is None or not reuse or known.is_stale or known.age >= MOST_AGE:
+        found = measure(pieces, wanted_ranges(part.spec))
+        if found.is_codable and found.is_empty:
+            return SAME, Outcome()
+        table = make_table(part.spec, found) if found.is_codable else None
+        kind, age = FRESH, 0
+    else:
+        table, kind, age = known.table, AGAIN, known.age + 1
+    outcome = encode(pieces, table, stored_bits(part.spec), out) if table else Outcome(is_sound=False)
+    if table is None or not outcome.is_sound:
+        for value, place in pieces:
+            place[:] = value
+        return EXACT, outcome
+    usual = known.kept if kind == AGAIN and known else outcome.kept
+    is_stale = abs(outcome.kept - usual) > _SHIFT * max(usual, 1) or outcome.largest >= table.reach
+    memory.tables[number] = Kept(table, usual, age, is_stale)
+    return kind, outcome
+
+
+def _shrink(part: Part, packed: Bytes, memory: Memory, reuse: bool, dictionary_bytes: int) -> bytes:
+    """How the symbols are coded, in one byte, and the coded symbols."""
+    if isinstance(part.spec, LC) and part.spec.entropy == "huffman":
+        symbols = unpack(packed, stored_bits(part.spec))
+        counts = np.bincount(symbols, minlength=huffman.SYMBOLS)
+        if not symbols.size:
+            return bytes([HUFFMAN | OLD_CODES])
+        memory.lengths, is_old = huffman.choose(counts, memory.lengths if reuse else None)
+        table = b"" if is_old else huffman.dump_table(memory.lengths)
+        return bytes([HUFFMAN | (OLD_CODES if is_old else 0)]) + table + huffman.encode(symbols, memory.lengths)
+    flags, fresh = 0, b""
+    if dictionary_bytes and packed.size <= _SMALL_NBYTES and not memory.dictionary:
+        memory.samples.append(packed.tobytes())
+        if len(memory.samples) >= _DICTIONARY_SAMPLES:
+            memory.dictionary = fresh = frames.train(
+                memory.samples, min(dictionary_bytes, frames.MOST_DICTIONARY_BYTES)
+            )
+            memory.samples.clear()
+    if memory.dictionary:
+        flags = DICTIONARY | (NEW_DICTIONARY if fresh else 0)
+    head = struct.pack("<I", len(fresh)) + fresh if fresh else b""
+    return bytes([flags]) + head + frames.compress(packed.data, dictionary=memory.dictionary)
+
+
+def _apply_deltas(part: Part, data: memoryview, state: Floats, memory: Memory) -> None:
+    if not data:
+        return
+    bits, reader = stored_bits(part.spec), _Reader(data)
+    flags, groups = reader.take(1)[0], part.groups()
+    coded: list[tuple[list[Slot], Table]] = []
+    exact: list[Slot] = []
+    for number, slots in enumerate(groups):
+        kind = reader.take(1)[0]
+        known = memory.tables.pop(number, None)
+        if kind == FRESH:
+            count = reader.take(1)[0]
+            if not 1 <= count <= most_heads(part.spec):
+                raise DamagedError(f"a quantiser table has {count} values", found=count)
+            heads = struct.unpack(f"<{count}H", reader.take(2 * count))
+            known = Kept(read_table(part.spec, heads), 0)
+        if kind in (FRESH, AGAIN):
+            if known is None:
+                raise DamagedError("a record uses a quantiser table that no record before it has")
+            memory.tables[number] = known
+            coded.append((slots, known.table))
+        elif kind == EXACT:
+            exact += slots
+        elif kind != SAME:
+            raise DamagedError(f"a group is of unknown kind {kind}", found=kind)
+    nbytes = int.from_bytes(reader.take(8), "little")
+    expected = sum(_packed(slots, bits) for slots, _ in coded)
+    packed = _grow(part, flags, reader.take(nbytes), expected, memory)
+    position = 0
+    for slots, table in coded:
+        size = _packed(slots, bits)
+        decode([_place(slot, state) for slot in slots], table, bits, packed[position : position + size])
+        position += size
+    for slot in exact:
+        _place(slot, state)[:] = np.frombuffer(reader.take(slot.leaf.nbytes), np.float32)
+    reader.end()
+
+
+def _grow(part: Part, flags: int, data: memoryview, nbytes: int, memory: Memory) -> Bytes:
+    """The packed symbols, `nbytes` of them."""
+    reader = _Reader(data)
+    if flags & HUFFMAN:
+        bits = stored_bits(part.spec)
+        if not nbytes:
+            reader.end()
+            return np.empty(0, np.uint8)
+        if not flags & OLD_CODES:
+            memory.lengths = huffman.load_table(reader.take(huffman.TABLE_NBYTES))
+        if memory.lengths is None:
+            raise DamagedError("a record uses a code table that no record before it has")
+        symbols = huffman.decode(reader.rest(), nbytes * 8 // bits, memory.lengths)
+        if symbols.max() >= 1 << bits:
+            raise DamagedError("a symbol is out of range")
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        joined: Bytes = np.bitwise_or.reduce(symbols.reshape(-1, 8 // bits) << shifts, axis=1, dtype=np.uint8)
+        return joined
+    if flags & NEW_DICTIONARY:
+        size = int.from_bytes(reader.take(4), "little")
+        if size > frames.MOST_DICTIONARY_BYTES:
+            raise DamagedError(f"a dictionary of {size} bytes", found=size)
+        memory.dictionary = bytes(reader.take(size))
+    if flags & DICTIONARY and not memory.dictionary:
+        raise DamagedError("a record uses a dictionary that no record before it has")
+    dictionary = memory.dictionary if flags & DICTIONARY else b""
+    return np.frombuffer(frames.decompress(reader.rest(), nbytes, dictionary=dictionary), np.uint8)
+
+
+class _Reader:
+    """Bytes from front to end, never beyond."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def take(self, nbytes: int) -> memoryview:
+        if nbytes > len(self._data):
+            raise DamagedError(f"a part ends {nbytes - len(self._data)} bytes too early", expected=nbytes)
+        taken, self._data = self._data[:nbytes], self._data[nbytes:]
+        return taken
+
+    def rest(self) -> memoryview:
+        return self.take(len(self._data))
+
+    def end(self) -> None:
+        if self._data:
+            raise DamagedError(f"{len(self._data)} bytes too many in a part", found=len(self._data))
+
+
+def _place(slot: Slot, state: Floats) -> Floats:
+    return state[slot.start : slot.start + slot.leaf.count]
+
+
+def _packed(slots: Sequence[Slot], bits: int) -> int:
+    return sum(packed_nbytes(slot.leaf.count, bits) for slot in slots)

@@ -1,0 +1,129 @@
+"""The second pass: differences to packed symbols, and the reader's state moved on by what the symbols stand for.
+
+Owns:    packing, and the one way a state changes: writer and reader add what the packed bytes say, by the same code.
+Before:  `tables`.   After: `frames` or `huffman` make the packed symbols smaller.
+Holds:   the state after `encode` is bit for bit the state after `decode` of its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stepwell.codecs.floats import MOST_EXPONENT, AnyArray, Bytes, Floats, is_finite
+from stepwell.codecs.histogram import CHUNK, Piece, chunks, difference
+from stepwell.codecs.tables import Rooms, Table
+
+_LIMIT = 2.0 ** (MOST_EXPONENT + 1 - 127)
+
+
+@dataclass
+class Outcome:
+    """Of one group. `kept`: how many entries got a symbol. `is_sound`: differences could be coded, the state is finite.
+    `largest`: the largest difference.
+    """
+
+    kept: int = 0
+    is_sound: bool = True
+    largest: float = 0.0
+
+
+def packed_nbytes(count: int, bits: int) -> int:
+    """Bytes of a leaf's packed symbols; each leaf begins with a byte of its own."""
+    return -(-count * bits // 8)
+
+
+def pack(codes: Bytes, bits: int, out: Bytes) -> None:
+    """Symbols, first ones in the low bits. The number of codes is a multiple of 8 / bits."""
+    if bits == 8:
+        out[:] = codes
+    elif bits == 4:
+        pairs = codes.view(np.uint16)
+        np.copyto(out, pairs | (pairs >> np.uint16(4)), casting="unsafe")
+    else:
+        fours = codes.view(np.uint32)
+        joined = fours | (fours >> np.uint32(6)) | (fours >> np.uint32(12)) | (fours >> np.uint32(18))
+        np.copyto(out, joined, casting="unsafe")
+
+
+def unpack(packed: Bytes, bits: int) -> Bytes:
+    """The symbols, with those that pad the last byte."""
+    if bits == 8:
+        return np.array(packed, np.uint8)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    codes: Bytes = (packed[:, None] >> shifts) & np.uint8((1 << bits) - 1)
+    return np.ascontiguousarray(codes).reshape(-1)
+
+
+class Decoder:
+    """What packed symbols add, looked up four at a time (two, if they have eight bits) as one wide number."""
+
+    def __init__(self, table: Table, bits: int) -> None:
+        each = 2 if bits == 8 else 4
+        wide = np.complex64 if each == 2 else np.complex128
+        self._word = np.dtype(np.uint8 if bits == 2 else np.uint16)
+        # Every symbol that can occur, with those of the other places in the word: the first one varies fastest.
+        known = table.values[: 1 << bits]
+        lookup = np.zeros([1 << bits] * each + [each], np.float32)
+        for place in range(each):
+            filled = lookup[(slice(0, known.size),) * each]
+            filled[..., place] = known.reshape([-1 if axis == each - 1 - place else 1 for axis in range(each)])
+        self._lookup: AnyArray = lookup.reshape(-1).view(wide)
+        self._indices = np.empty(CHUNK // each, np.intp)
+        self._found: AnyArray = np.empty(CHUNK // each, wide)
+
+    def add(self, packed: Bytes, state: Floats) -> None:
+        """Move one chunk of the state on."""
+        words = (packed if packed.size % self._word.itemsize == 0 else np.append(packed, np.uint8(0))).view(self._word)
+        indices, found = self._indices[: words.size], self._found[: words.size]
+        np.copyto(indices, words, casting="unsafe")
+        np.take(self._lookup, indices, out=found, mode="clip")  # `clip` lets take write to `out` without a copy
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.add(state, found.view(np.float32)[: state.size], out=state)
+
+
+def is_codable(high: float, low: float) -> bool:
+    """Whether differences between these two are finite, and small enough that sums with them are."""
+    return high < _LIMIT and low > -_LIMIT  # NaN is neither
+
+
+def encode(pieces: Sequence[Piece], table: Table, bits: int, out: Bytes) -> Outcome:
+    """Pack the symbols of a group into `out`, leaf by leaf, and move the state on.
+
+    Where the outcome is not sound the state is of no use and has to be replaced by the values themselves.
+    """
+    outcome, decoder, rooms = Outcome(), Decoder(table, bits), Rooms()
+    room, codes_room = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.uint8)
+    position = 0
+    for values, state in chunks(pieces):
+        count = values.size
+        nbytes = packed_nbytes(count, bits)
+        delta = difference(values, state, room)
+        high, low = float(delta.max()), float(delta.min())
+        if not is_codable(high, low):
+            return Outcome(is_sound=False)
+        outcome.largest = max(outcome.largest, high, -low)
+        codes = codes_room[: nbytes * 8 // bits]
+        codes[:] = 0
+        table.assign(delta, codes[:count], rooms)
+        packed = out[position : position + nbytes]
+        pack(codes, bits, packed)
+        decoder.add(packed, state)
+        if not is_finite(state):
+            return Outcome(is_sound=False)
+        outcome.kept += int(np.count_nonzero(codes))
+        position += nbytes
+    return outcome
+
+
+def decode(states: Iterable[Floats], table: Table, bits: int, packed: Bytes) -> None:
+    """Add the packed symbols of a group to its state."""
+    decoder, position = Decoder(table, bits), 0
+    for state in states:
+        for start in range(0, state.size, CHUNK):
+            part = state[start : start + CHUNK]
+            nbytes = packed_nbytes(part.size, bits)
+            decoder.add(packed[position : position + nbytes], part)
+            position += nbytes

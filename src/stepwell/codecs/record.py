@@ -1,0 +1,89 @@
+"""The bytes of one record: a head of fixed size with digests, then the sections of the parts.
+
+Owns:    `Head`, and joining and cutting sections.
+Before:  `parts` made the sections.   After: `segment` appends the bytes to a file.
+Holds:   a head is believed only with its own checksum, a body only with the one in the head; a head names the state it
+         is for and the state it leads to, so that a record in the wrong place is never applied.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+
+from stepwell.errors import DamagedError
+
+MAGIC: Final = b"swdelta1"
+BASE, DELTA, SKIP = range(3)
+KINDS: Final = ("base", "delta", "skip")
+SUSPECT: Final = 1
+"""Flag: a group had values that could not be coded (NaN, infinity), and is stored as it is."""
+_FIELDS: Final = struct.Struct("<8sBBHIQQQ16s16s16sQQ")
+HEAD_NBYTES: Final = _FIELDS.size + 8
+
+
+@dataclass(frozen=True)
+class Head:
+    """number: 0 for the base, then one more each. parent: the number of the record that the state before it is of.
+    manifest: digest of the leaves and their codecs. before, after: digests of the reader's state.
+    """
+
+    kind: int
+    flags: int
+    parts: int
+    number: int
+    step: int
+    parent: int
+    manifest: bytes
+    before: bytes
+    after: bytes
+    body_nbytes: int
+    body_digest: int
+
+    def dump(self) -> bytes:
+        """The head with its checksum."""
+        data = _FIELDS.pack(
+            MAGIC, self.kind, self.flags, 0, self.parts, self.number, self.step, self.parent, self.manifest,
+            self.before, self.after, self.body_nbytes, self.body_digest,
+        )  # fmt: skip
+        return data + xxhash.xxh3_64_intdigest(data).to_bytes(8, "little")
+
+    @classmethod
+    def load(cls, data: bytes, *, path: str) -> Head:
+        """Check and parse a head. Raises DamagedError."""
+        if len(data) != HEAD_NBYTES or data[:8] != MAGIC:
+            raise DamagedError(f"{path}: no record begins here", path=path)
+        if xxhash.xxh3_64_intdigest(data[:-8]).to_bytes(8, "little") != data[-8:]:
+            raise DamagedError(f"{path}: the head of a record does not have its checksum", path=path)
+        _, kind, flags, zero, *rest = _FIELDS.unpack(data[:-8])
+        if kind >= len(KINDS) or zero:
+            raise DamagedError(f"{path}: a record of unknown kind {kind}", path=path, found=kind)
+        return cls(kind, flags, *rest)
+
+
+def join(sections: Sequence[bytes]) -> bytes:
+    """The body: length of each section, then the sections."""
+    return struct.pack(f"<{len(sections)}Q", *map(len, sections)) + b"".join(sections)
+
+
+def cut(body: memoryview, count: int) -> list[memoryview]:
+    """The sections of a body. Raises DamagedError unless they fill it exactly."""
+    start = 8 * count
+    if len(body) < start:
+        raise DamagedError("a record's body is shorter than its list of sections", found=len(body))
+    sections = []
+    for nbytes in struct.unpack(f"<{count}Q", body[:start]):
+        sections.append(body[start : start + nbytes])
+        start += nbytes
+    if start != len(body):
+        raise DamagedError("a record's sections do not fill its body", expected=start, found=len(body))
+    return sections
+
+
+def body_digest(body: bytes | memoryview) -> int:
+    """xxh3-64."""
+    return xxhash.xxh3_64_intdigest(body)

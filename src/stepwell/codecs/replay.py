@@ -1,0 +1,202 @@
+"""Reading a chain back: the base, the newest skip record that is good, and the records after it as far as they are.
+
+Owns:    the order of reading, and every check on the way.
+Holds:   a record is applied only to the state it was made for, and counts only if the state it leads to has the digest
+         it says. The first record that is not good ends the chain at the one before; the answer says where and why. The
+         result never holds half of a record.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from stepwell.codecs import document, record
+from stepwell.codecs.document import Document
+from stepwell.codecs.floats import AnyArray
+from stepwell.codecs.image import Image
+from stepwell.codecs.layout import State
+from stepwell.codecs.parts import Memory, apply
+from stepwell.codecs.record import HEAD_NBYTES
+from stepwell.codecs.segment import BASE_NAME, Found, list_segments, read_records
+from stepwell.errors import ConfigError, DamagedError
+
+_MOST_DOCUMENT_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The last good state. number 0 is the base. `stopped`: why it is not a later one, or None if all records are good;
+    `is_torn`: that looks like a crash while the last record was written, and no durable record is lost by it.
+    """
+
+    number: int
+    step: int
+    is_exact: bool
+    leaves: dict[str, AnyArray]
+    digest: bytes
+    stopped: str | None = None
+    is_torn: bool = False
+    replayed: int = 0
+
+
+@dataclass
+class _Attempt:
+    image: Image
+    number: int
+    step: int
+    digest: bytes
+    replayed: int
+    error: DamagedError | None = None
+
+
+def read_document(directory: Path) -> Document:
+    """What the chain in a directory is of. Raises DamagedError."""
+    path = directory / document.NAME
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MOST_DOCUMENT_BYTES + 1)
+    except OSError as error:
+        raise DamagedError(f"{path}: cannot be read: {error.strerror}; there is no chain", path=str(path)) from None
+    return Document.load(data, path=str(path))
+
+
+def read_base(directory: Path, about: Document) -> Image:
+    """The exact base, checked. Raises DamagedError."""
+    path = directory / BASE_NAME
+    expected = HEAD_NBYTES + 8 * len(about.parts) + about.nbytes
+    try:
+        found_nbytes = os.stat(path).st_size
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror}", path=str(path)) from None
+    if found_nbytes != expected:  # before anything is allocated for it
+        raise DamagedError(f"{path}: {found_nbytes} bytes, expected {expected}", path=str(path), expected=expected)
+    (found,) = list(read_records(path))
+    if found.head.kind != record.BASE or found.head.manifest != about.manifest:
+        raise DamagedError(f"{path}: not the base of this chain", path=str(path))
+    image = Image(about.parts)
+    for array, section in zip(image.arrays, record.cut(found.body, len(about.parts)), strict=True):
+        if len(section) != array.nbytes:
+            raise DamagedError(f"{path}: a part has {len(section)} bytes, not {array.nbytes}", path=str(path))
+        array[:] = np.frombuffer(section, array.dtype)
+    _check(image, about.base, str(path))
+    return image
+
+
+def restore(directory: Path, *, base: State | None = None, until: int | None = None) -> Restored:
+    """The newest good state of a chain, or of its records up to number `until`.
+
+    `base`: the base's state, for a chain that does not hold it. Raises DamagedError if there is no chain or its base is
+    not good; anything else that is wrong shortens the result, and is told in it.
+    """
+    if sys.byteorder != "little":
+        raise ConfigError("chains are written and read on little-endian machines only")
+    about = read_document(directory)
+    if about.is_external and base is None:
+        raise ConfigError(f"{directory}: the base of this chain is kept elsewhere; give its state as base=")
+
+    def load() -> Image:
+        if base is None:
+            return read_base(directory, about)
+        image = Image(about.parts)
+        image.fill(image.split(base))
+        _check(image, about.base, "the base that was given")
+        return image
+
+    problems: list[DamagedError] = []
+    segments = [(first, path) for first, path in list_segments(directory) if until is None or first <= until]
+    for first, path in reversed(segments):
+        attempt = _replay(about, path, first, load, until)
+        if attempt.error is not None:
+            problems.append(attempt.error)
+        elif problems and attempt.number + 1 != _first_of(problems[-1]):
+            missing = f"records {attempt.number + 1} to {_first_of(problems[-1]) - 1} are missing"
+            problems.append(DamagedError(f"{path}: {missing}", path=str(path), torn=False))
+        if attempt.number:
+            return _result(about, attempt, problems)
+    return _result(about, _Attempt(load(), 0, about.step, about.base, 0), problems)
+
+
+def _replay(about: Document, path: Path, first: int, load: Callable[[], Image], until: int | None) -> _Attempt:
+    """As far as one segment goes. What a bad record may have left half applied is made again without it."""
+    attempt = _advance(about, path, first, load(), until)
+    if attempt.error is not None and attempt.number:
+        again = _advance(about, path, first, load(), attempt.number)
+        again.error = attempt.error
+        return again
+    return attempt
+
+
+def _advance(about: Document, path: Path, first: int, image: Image, until: int | None) -> _Attempt:
+    done = _Attempt(image, 0, about.step, about.base, 0)
+    memories = [Memory() for _ in about.parts]
+    expected = first
+    try:
+        for found in read_records(path):
+            memories = _apply(about, found, expected, done, memories, str(path))
+            done.number, done.step, done.digest = expected, found.head.step, found.head.after
+            done.replayed += 1
+            if expected == until:
+                break
+            expected += 1
+        if not done.number:
+            raise DamagedError(f"{path}: the file is empty", path=str(path), torn=True)
+    except DamagedError as error:
+        torn = bool(error.fields.get("torn", False))
+        done.error = DamagedError(f"record {expected}: {error}", path=str(path), torn=torn, number=expected)
+    return done
+
+
+def _apply(
+    about: Document, found: Found, expected: int, done: _Attempt, memories: list[Memory], path: str
+) -> list[Memory]:
+    head = found.head
+    is_first = done.number == 0
+    is_skip = head.kind == record.SKIP
+    if head.number != expected:
+        raise DamagedError(f"{path}: record {head.number} in its place", path=path, expected=expected)
+    if is_skip != (is_first and expected != 1) or head.kind == record.BASE:
+        raise DamagedError(f"{path}: a {record.KINDS[head.kind]} record where none belongs", path=path)
+    if (
+        head.manifest != about.manifest
+        or head.parts != len(about.parts)
+        or head.parent != (0 if is_skip else expected - 1)
+    ):
+        raise DamagedError(f"{path}: it belongs to another chain", path=path)
+    if head.before != done.digest or head.step <= done.step:
+        raise DamagedError(f"{path}: it is for another state than the one before it", path=path)
+    for part, section, array, memory in zip(
+        about.parts, record.cut(found.body, head.parts), done.image.arrays, memories, strict=True
+    ):
+        apply(part.for_skip(about.skip) if is_skip else part, section, array, memory)
+    _check(done.image, head.after, path)
+    return [Memory() for _ in about.parts] if is_skip else memories
+
+
+def _check(image: Image, expected: bytes, path: str) -> None:
+    found = image.digest()
+    if found != expected:
+        raise DamagedError(
+            f"{path}: the state has the digest {found.hex()}, not {expected.hex()}",
+            path=path, expected=expected.hex(), found=found.hex(),
+        )  # fmt: skip
+
+
+def _first_of(problem: DamagedError) -> int:
+    number = problem.fields.get("number", 0)
+    assert isinstance(number, int)
+    return number
+
+
+def _result(about: Document, attempt: _Attempt, problems: list[DamagedError]) -> Restored:
+    is_exact = attempt.number == 0 or all(part.spec.is_exact for part in about.parts)
+    stopped = f"stopped after record {attempt.number}: {'; '.join(map(str, problems))}" if problems else None
+    is_torn = bool(problems) and all(problem.fields.get("torn") for problem in problems)
+    return Restored(attempt.number, attempt.step, is_exact, attempt.image.leaves(), attempt.digest, stopped, is_torn,
+                    attempt.replayed)  # fmt: skip

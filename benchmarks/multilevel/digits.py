@@ -8,16 +8,18 @@ torch.save, the others wait, and all load it at a start.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy
 import result  # noqa: F401
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
@@ -28,6 +30,14 @@ IS_CACHED = "STEPWELL_CACHE" in os.environ
 HELD_OUT, BATCH = 297, 64
 """Pictures for the accuracy, of 1797; and of one step, all ranks together."""
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+
+
+def load_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """scikit-learn's, without loading scikit-learn: that would be a part of each restart."""
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None and package.origin is not None, "pip install scikit-learn"
+    table = numpy.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",", dtype="float32")
+    return torch.from_numpy(table[:, :-1]).reshape(-1, 1, 8, 8) / 16, torch.from_numpy(table[:, -1]).long()
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
@@ -119,8 +129,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(1)
-    rank, bundle = dist.get_rank(), load_digits()
-    pictures, labels = torch.tensor(bundle.images).float().unsqueeze(1) / 16, torch.tensor(bundle.target)
+    rank, (pictures, labels) = dist.get_rank(), load_digits()
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     tracked = {"model": net, "optimizer": optimizer}

@@ -27,6 +27,7 @@ _role: Role = "trainer"
 _rank = 0
 _lock: Final = threading.Lock()
 _counts: Final[dict[str, int]] = {}
+PARTS: Final = (10, 50, 90)
 POINTS: Final[dict[str, str]] = {
     "trigger.begin": "trainer: before anything of a snapshot exists",
     "trigger.announced": "trainer: the agent knows of the snapshot, nothing is copied",
@@ -55,23 +56,25 @@ POINTS: Final[dict[str, str]] = {
     "prune.middle": "agent: some of its files are gone",
     "spare.kept": "agent: the shard of an old checkpoint waits to be overwritten",
     "spare.taken": "agent: an old shard under the temporary name of the next one",
-    "copy.middle-of-file": "agent: half of a file of another rank's shard is copied to this node",
+    **{f"copy.{part}": f"agent: {part} % of a file of another rank's shard are on this node" for part in PARTS},
     "copy.files": "agent: all files of another rank's shard are on this node, its record is not",
     "copy.record.written": "agent: that record under a temporary name",
     "copy.record.linked": "agent: another rank's shard is held on this node, directory not synced",
+    **{f"parity.{part}": f"agent: {part} % of the parity of a set are computed and written" for part in PARTS},
     "parity.written": "agent: the parity of a set under a temporary name, not synced",
     "parity.renamed": "agent: parity and its document are there, directory not synced",
     "parity.durable": "agent: parity is held on this node",
     "level.written": "agent: what becomes of a whole checkpoint, under a temporary name",
     "level.linked": "agent: that is decided, the manifest is not there",
     "flush.begin": "agent: before anything is carried to the shared place",
-    "flush.middle": "agent: half of a file is carried there",
+    **{f"flush.{part}": f"agent: {part} % of a file are carried there" for part in PARTS},
     "flush.carried": "agent: all files of this rank are there, its record is not",
     "flush.gathered": "agent: the leader has seen the parts of all ranks there, no manifest",
     "flushed.renamed": "agent: carried, and noted on the node, directory not synced",
     "flushed.durable": "agent: carried, and noted on the node",
     "node.written": "trainer: who this node is, under a temporary name",
     "node.linked": "trainer: that is decided, directory not synced",
+    **{f"rebuild.{part}": f"trainer: {part} % of a lost shard are computed again" for part in PARTS},
     "rebuild.computed": "trainer: a lost shard is computed again, under a temporary name",
     "lineage.linked": "trainer: the next lineage exists, directory not synced",
     "restore.loaded": "trainer: state is back, no lineage yet",
@@ -82,7 +85,7 @@ OF_LEVELS: Final = frozenset(
     point
     for point in POINTS
     if point.split(".")[0] in ("parity", "level", "flush", "flushed", "node", "rebuild")
-    or point in ("copy.middle-of-file", "copy.files", "copy.record.written", "copy.record.linked")
+    or point in ("copy.files", "copy.record.written", "copy.record.linked", *(f"copy.{part}" for part in PARTS))
 )
 """Points that are passed only where checkpoints go to nodes first. A trainer that makes a lost shard again passes those
 of copying too.
@@ -149,6 +152,14 @@ def crash_point(name: str) -> None:
         _counts[name] = count = _counts.get(name, 0) + 1
     if count == _crash[2] and _is_first():
         signal.pthread_kill(threading.get_ident(), _crash[3])  # this thread: no other line of ours runs after it
+
+
+def crash_part(point: str, start: int, nbytes: int, total: int) -> None:
+    """These bytes of `total` are done: pass those of `point.10`, `point.50` and `point.90` that lie among them."""
+    if _crash is not None:
+        for part in PARTS:
+            if start <= total * part // 100 < start + nbytes:
+                crash_point(f"{point}.{part}")
 
 
 def _is_first() -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from stepwell.faults import OF_LEVELS, POINTS
+from stepwell.faults import OF_LEVELS, PARTS, POINTS
+from stepwell.format.checksum import BLOCK_BYTES
 from tests.crash.harness import Process, wait_for
 from tests.levels.cluster import Cluster
 from tests.ranks.conftest import MakeJob, Straight, soak
@@ -23,7 +24,7 @@ ARGUMENTS = ("--samples", SAMPLES, "--epochs", 6)
 LEADER = {"level.written", "level.linked", "flush.gathered"}
 AGENTS = sorted(point for point in OF_LEVELS if POINTS[point].startswith("agent"))
 SHORT = {
-    ("agent", "copy.middle-of-file", 1),
+    ("agent", "copy.50", 1),
     ("all", "parity.written", 1),
     ("agent", "flush.gathered", 0),
 }
@@ -86,8 +87,31 @@ def test_a_death_at_a_point(
     check(job, straight(4, *ARGUMENTS))
 
 
+LARGE = ("--samples", 16, "--epochs", 3, "--width", 3700)
+"""Shards of eleven blocks: their tenths lie in different ones."""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("what", ["copy", "parity", "flush"])
+def test_a_death_within_a_large_shard(
+    what: str, part: int, make_job: MakeJob, straight: Straight, tmp_path: Path
+) -> None:
+    job = make_job("job", "--protect", scheme(what), "--flush", 2, *LARGE, kind=Cluster)
+    assert isinstance(job, Cluster)
+    mark = tmp_path / "mark"
+    launch = job.start("abcd", STEPWELL_CRASH=f"agent!{what}.{part}:1:1", STEPWELL_CRASH_MARK=str(mark))
+    job.wait_while_alive(launch, mark.exists, "the point is reached")
+    launch.wait_well(300)
+    shard = next(job.folder.glob("node.*/**/rank-00001.safetensors"))
+    assert shard.stat().st_size > 10 * BLOCK_BYTES
+    assert job.difference(straight(4, *LARGE)) is None
+    job.check_nothing_left()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["copy.middle-of-file", soak("copy.files"), soak("parity.written")])
+@pytest.mark.parametrize("point", ["copy.50", soak("copy.files"), soak("parity.written")])
 def test_the_agent_that_serves_dies_at_a_point_of_the_one_that_fetches(
     point: str, make_job: MakeJob, straight: Straight, tmp_path: Path
 ) -> None:
@@ -109,7 +133,10 @@ def test_the_agent_that_serves_dies_at_a_point_of_the_one_that_fetches(
     ("point", "second"),
     [
         ("rebuild.computed", "survivor"),
-        soak("copy.middle-of-file", "none"),
+        soak("rebuild.10", "none"),
+        soak("rebuild.50", "survivor"),
+        soak("rebuild.90", "survivor"),
+        soak("copy.50", "none"),
         soak("copy.files", "survivor"),
         soak("copy.record.linked", "none"),
     ],

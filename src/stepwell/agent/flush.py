@@ -19,7 +19,7 @@ from typing import Final
 
 from stepwell.agent.persist import Persister
 from stepwell.errors import DamagedError, FencedError, StepwellError, VoidError
-from stepwell.faults import crash_point
+from stepwell.faults import crash_part, crash_point
 from stepwell.format.checksum import block_digest
 from stepwell.format.manifest import Void
 from stepwell.format.record import FileEntry
@@ -204,9 +204,9 @@ class Flusher:
                         raise DamagedError(f"{place}: block {number} is not what its record says", path=str(place))
                     stream.write(memoryview(block))
                     self._moved_at = time.monotonic()
-                    self._slow_down(started, number * file.block_bytes + len(block))
-                    if number == len(file.blocks) // 2:
-                        crash_point("flush.middle")
+                    start = number * file.block_bytes
+                    self._slow_down(started, start + len(block))
+                    crash_part("flush", start, len(block), file.nbytes)
         except BaseException:
             stream.abort()
             raise

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stepwell.errors import DamagedError
-from stepwell.faults import crash_point
+from stepwell.faults import crash_part, crash_point
 from stepwell.format.checksum import block_digest, document_digest
 from stepwell.format.record import FileEntry, Record
 from stepwell.levels import cache
@@ -134,5 +134,4 @@ def _write(final: Path, file: FileEntry, fill: Fill) -> None:
             if block_digest(block) != expected:
                 raise DamagedError(f"{file.name}: block {number} is not what its record says", path=file.name)
             write(start, block)
-            if number == len(file.blocks) // 2:
-                crash_point("copy.middle-of-file")
+            crash_part("copy", start, len(block), file.nbytes)

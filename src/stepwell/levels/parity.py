@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from stepwell.errors import DamagedError
-from stepwell.faults import crash_point
+from stepwell.faults import crash_part, crash_point
 from stepwell.format.checksum import PART_BYTES, BlockHasher, document_digest
 from stepwell.format.manifest import RecordRef
 from stepwell.format.parity import Parity, parity_name
@@ -71,6 +71,7 @@ def keep_parity(paths: RunPaths, id: CheckpointId, rank: int, losses: int, shard
         def keep(offset: int, data: memoryview) -> None:
             hasher.update(data)
             write(offset, data)
+            crash_part("parity", offset, len(data), layout.parity_bytes)
 
         codes.encode(layout, members.index(rank), lambda at, *range_of: readers[at].read(*range_of), keep)
         crash_point("parity.written")
@@ -115,6 +116,7 @@ def rebuild(
         def write(at: int, offset: int, piece: memoryview) -> None:
             if at == position:
                 files.write_at(fd, piece, offset, whole)
+                crash_part("rebuild", offset, len(piece), record.nbytes)
 
         codes.rebuild(
             layout,

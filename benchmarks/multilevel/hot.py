@@ -258,7 +258,9 @@ def write_log(out: Path, found: dict[str, Any]) -> None:
         right.set(xlabel="step", ylabel="accuracy, held-out digits")
         right.legend()
 
-    result.write(out, "log", {key: found[key] for key in ("command", "date", "commit", "machine")}, text, draw)
+    head = {key: found[key] for key in ("command", "date", "commit", "machine")}
+    counts = {"steps": len(both), "unequal": unequal, "accuracy": accuracy}  # the losses themselves are in hot.json
+    result.write(out, "log", {**head, **counts}, text, draw)
 
 
 if __name__ == "__main__":

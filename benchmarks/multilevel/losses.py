@@ -82,8 +82,8 @@ def write(out: Path, found: dict[str, Any]) -> None:
     def draw(pyplot: Any) -> None:
         names = list(found["rows"])
         sizes = sorted({n for row in found["rows"].values() for n in row})
-        _, axes = pyplot.subplots(1, len(names), figsize=(2.3 * len(names), 3), sharey=True)
-        for axis, scheme in zip(axes, names, strict=True):
+        _, axes = pyplot.subplots(1, len(names), figsize=(2.3 * len(names), 3), sharey=True, squeeze=False)
+        for axis, scheme in zip(axes[0], names, strict=True):
             shares = [[float("nan")] * most for _ in sizes]
             for at, n in enumerate(sizes):
                 for row in found["rows"][scheme].get(n, []):
@@ -98,7 +98,7 @@ def write(out: Path, found: dict[str, Any]) -> None:
             axis.set_xticks(range(most), [str(lost + 1) for lost in range(most)])
             axis.set_yticks(range(len(sizes)), [str(n) for n in sizes])
             axis.set_xlabel("lost")
-        axes[0].set_ylabel("nodes")
+        axes[0][0].set_ylabel("nodes")
         pyplot.suptitle("survived, per cent of all losses", fontsize=10)
 
     result.write(out, "losses", found, text, draw)

@@ -22,6 +22,7 @@ from stepwell.adapters.dcp_writer import StepwellWriter
 from stepwell.store.catalog import scan
 from stepwell.store.paths import RunPaths
 from tests.cli.commands import good
+from tests.ranks.conftest import soak
 
 
 def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -111,7 +112,9 @@ save(Path(sys.argv[2]), 20, {"model": make(20)[0].state_dict()})
 """
 
 
-@pytest.mark.parametrize("point", ["record.written", "record.linked", "manifest.written", "manifest.linked"])
+@pytest.mark.parametrize(
+    "point", [soak("record.written"), "record.linked", soak("manifest.written"), "manifest.linked"]
+)
 def test_killed_at(point: str, tmp_path: Path) -> None:
     """Up to its manifest the older one is in force, from there on the new one; the next save clears up what is left."""
     run = tmp_path / "run"

@@ -121,7 +121,7 @@ def test_all_operations_are_recorded(operations: list[Operation]) -> None:
 def test_a_failed_operation(
     op: str, operations: list[Operation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = [operation for operation in operations if operation.op == op]
+    chosen = [operation for operation in operations if operation.op == op][::2]  # the others are left to the soak
     for number, (operation, error) in enumerate(zip(chosen, itertools.cycle(ERRORS), strict=False)):
         fail_at(operation, error, tmp_path / str(number), monkeypatch)
 

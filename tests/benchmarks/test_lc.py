@@ -57,14 +57,14 @@ def test_speed(tmp_path: Path) -> None:
     check(tmp_path, "speed")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_breakdown_and_overhead(tmp_path: Path, data: Path) -> None:
     run("breakdown", tmp_path, "--data", str(data), "--records", "2", "--only", "logistic/mnist,mf/movielens")
     run("overhead", tmp_path, "--data", str(data), "--steps", "2", "--seeds", "0", "--only", "lenet/fashion")
     check(tmp_path, "breakdown", "buckets", "overhead")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_rework_and_its_baselines(tmp_path: Path, data: Path) -> None:
     schemes = "lc(bits=3);SCAR 5;SCAR 10;TOPN 2.5;TOPN 5;TOPN 10"
     options = ["--data", str(data), "--seeds", "0", "--only", "logistic/mnist", "--schemes", schemes]

@@ -16,6 +16,7 @@ from tests.crash.conftest import MakeRun
 from tests.crash.harness import Ending, Run
 from tests.crash.scenes import check_no_snapshot_lost
 from tests.crash.trainer import BATCHES
+from tests.ranks.conftest import soak
 
 ERRORS = ("ENOSPC", "EIO", "EROFS", "EDQUOT")
 PER_COMMIT = {"open": 3, "write": 3, "fallocate": 1, "truncate": 1, "fsync": 3, "fsync_dir": 4, "rename": 2, "mkdir": 1,
@@ -56,7 +57,7 @@ def test_short_writes(run: Run, reference: Ending) -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "memory"), [("write", None), ("mkdir", None), ("fsync", None), ("link", None), ("fsync", "one slot")]
+    ("op", "memory"), [("write", None), soak("mkdir", None), soak("fsync", None), ("link", None), ("fsync", "one slot")]
 )
 def test_a_disk_that_stays_broken_is_an_error_only_at_the_end(
     op: str, memory: str | None, make_run: MakeRun, reference: Ending
@@ -88,8 +89,8 @@ def test_a_disk_that_stays_broken_is_an_error_only_at_the_end(
     [
         ("open", "ENOSPC"),
         ("write", "EIO"),
-        ("fsync", "EROFS"),
-        ("fsync_dir", "EDQUOT"),
+        soak("fsync", "EROFS"),
+        soak("fsync_dir", "EDQUOT"),
         ("link", "EIO"),
         ("mkdir", "EROFS"),
     ],

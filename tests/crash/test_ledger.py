@@ -21,6 +21,7 @@ import pytest
 from tests.crash.conftest import MakeRun
 from tests.crash.harness import HERE, Run, report, wait_for
 from tests.crash.ledger_trainer import COUNT, EPOCHS, SIZE
+from tests.ranks.conftest import soak
 
 Used = list[Any]
 
@@ -131,7 +132,7 @@ def interrupted(make_run: MakeRun, how: How, kills: int, seed: int, **env: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", CHOSEN, ids=str)
+@pytest.mark.parametrize("how", [*CHOSEN[1:5], soak(CHOSEN[0]), soak(CHOSEN[5])], ids=str)
 def test_each_sample_once_with_the_same_bytes(how: How, make_run: MakeRun) -> None:
     reference = straight(make_run, how if not how.workers else How(1, accumulate=how.accumulate))
     found = interrupted(make_run, how, 2 if how.method == "spawn" else 3, CHOSEN.index(how))

@@ -19,6 +19,7 @@ import stepwell
 from stepwell.journal import read_events
 from stepwell.store.history import CLOSED, TOLD, read_history
 from tests.loop.small import Numbers, Small
+from tests.ranks.conftest import soak
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,7 +95,7 @@ def test_sigterm_in_the_middle_of_an_iteration_loses_nothing(where: Path) -> Non
     assert whole.batches() == {**leaver.batches(), **again.batches()}
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 75), (signal.SIGINT, -signal.SIGINT)])
+@pytest.mark.parametrize(("number", "status"), [soak(signal.SIGUSR1, 75), (signal.SIGINT, -signal.SIGINT)])
 def test_other_signals(where: Path, number: signal.Signals, status: int) -> None:
     leaver = Leaver(where, at=5)
     leaver.until("middle")
@@ -128,7 +129,7 @@ def test_the_second_ctrl_c_leaves_at_once(where: Path) -> None:
     assert max(event["step"] for event in leaver.events("commit")) == 3, "what was saved before stays"
 
 
-@pytest.mark.parametrize("way", ["option", "environment"])
+@pytest.mark.parametrize("way", ["option", soak("environment")])
 def test_a_notice_file(where: Path, way: str) -> None:
     notice = where.parent / "notice"
     leaver = (
@@ -142,7 +143,7 @@ def test_a_notice_file(where: Path, way: str) -> None:
     assert leaver.events("told")[0]["by"] == "notice" and leaver.events("left")[0]["durable"]
 
 
-@pytest.mark.parametrize(("handler", "status"), [("notes", 75), ("exits", 9)])
+@pytest.mark.parametrize(("handler", "status"), [("notes", 75), soak("exits", 9)])
 def test_a_handler_that_was_there_before_is_called(where: Path, handler: str, status: int) -> None:
     """One that wants to exit does so, after the checkpoint."""
     leaver = Leaver(where, at=5, handler=handler)
@@ -184,7 +185,7 @@ def test_ctrl_c_in_an_iteration_that_does_not_end_becomes_an_exception(where: Pa
     assert not leaver.events("left")[0]["durable"]
 
 
-@pytest.mark.parametrize("has_notice", [False, True])
+@pytest.mark.parametrize("has_notice", [soak(False), True])
 def test_a_launcher_ends_everybody_when_one_dies(where: Path, has_notice: bool) -> None:
     """Then there is nothing to save; with a notice it is a preemption."""
     notice = where.parent / "notice"

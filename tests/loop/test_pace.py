@@ -17,6 +17,7 @@ import stepwell
 from stepwell.errors import ConfigError
 from stepwell.store.history import CLOSED, RUNNING, read_history
 from tests.loop.small import Small
+from tests.ranks.conftest import soak
 
 
 class Longer(Small):
@@ -118,7 +119,7 @@ def wait_for_a_note(small: Small) -> None:
 
 @pytest.mark.parametrize(
     ("end", "failures"),
-    [("os.kill(os.getpid(), 9)", 1), ("raise ValueError", 1), ("small.ckpt.close()", 0), ("sys.exit(3)", 0)],
+    [("os.kill(os.getpid(), 9)", 1), ("sys.exit(3)", 0), soak("raise ValueError", 1), soak("small.ckpt.close()", 0)],
 )
 def test_what_counts_as_a_failure(tmp_path: Path, end: str, failures: int) -> None:
     script = (

@@ -87,7 +87,7 @@ def test_a_death_at_a_point(
     check(job, straight(4, *ARGUMENTS))
 
 
-LARGE = ("--samples", 16, "--epochs", 3, "--width", 3800)
+LARGE = ("--samples", 48, "--epochs", 4, "--width", 3800)
 """Shards of eleven blocks: their tenths lie in different ones."""
 
 

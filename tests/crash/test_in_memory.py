@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from stepwell.store.progress import read_progress
 from stepwell.types import Keep
 from tests.crash.harness import Ending, Run, wait_for
 
@@ -26,10 +27,12 @@ def test_a_kill_loses_no_finished_step(run: Run, reference: Ending) -> None:
     wait_for(lambda: run.events("commit"), "the agent writes the newest one, alone")
     (commit,) = run.events("commit")
     assert commit["step"] == run.check_newest() >= NTH
+    noted = read_progress(run.paths.progress)  # by a thread, which may have been killed before its last note
     run.finish()
     began = run.opening(run.trainers[1])
     assert began is not None and (began["step"], began["source"]) == (commit["step"], "memory")
-    assert began["redone"] in (0, None)  # None: killed before the thread that notes its progress had done so
+    assert noted is not None and noted.step <= commit["step"]
+    assert began["redone"] == (0 if noted.step == commit["step"] else None)
     run.check_identical(reference)
     run.check_nothing_left()
 

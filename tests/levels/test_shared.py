@@ -88,8 +88,9 @@ def apart(request: pytest.FixtureRequest, make_job: MakeJob) -> Iterator[Apart]:
     if kind is Remote:
         need_fuse()
     job = make_job(
-        "job", "--sleep", 0.03, "--protect", "Pairs()", "--flush", 2, *ARGUMENTS, kind=kind, STEPWELL_CLOSE_SECONDS="3"
-    )
+        "job", "--sleep", 0.03, "--protect", "Pairs()", "--flush", 2, *ARGUMENTS, kind=kind, STEPWELL_CLOSE_SECONDS="3",
+        STEPWELL_LINGER="20",  # so long an agent stays that had something pending when its trainer left
+    )  # fmt: skip
     assert isinstance(job, Apart)
     try:
         job.mount()
@@ -147,7 +148,7 @@ def test_a_run_ends_though_the_shared_place_does_not_come_back(trouble: str, apa
     begins(job)
     try:
         launch.wait_well(90)
-        job.wait_gone(100)  # who had something pending when its trainer left lingers for 60 s
+        job.wait_gone(60)
     finally:
         ends(job)
     assert STEPS not in job.flushed()

@@ -56,6 +56,16 @@ def rank_server() -> Iterator[Server]:
 
 
 @pytest.fixture(autouse=True)
+def signals_given_back() -> Iterator[None]:
+    """A test that fails leaves its Checkpointer open: the next one's signals are not for that."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
 def no_process_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Autouse, so it is set up before and torn down after the test's own fixtures: what they end is not a leftover."""
     mark = os.environ[leftovers.MARK]

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.codecs.layout import Deltas
-from stepwell.codecs.spec import LC, REGISTRY, Raw, Spec, Ternary, Top, Uniform, Xor, Zstd, parse
+from stepwell.codecs.spec import LC, REGISTRY, Hold, Raw, Spec, Ternary, Top, Uniform, Xor, Zstd, parse
 from stepwell.errors import ConfigError
 
 SPECS = st.one_of(
-    st.just(Raw()),
+    st.sampled_from([Raw(), Hold()]),
     st.builds(Zstd, st.integers(1, 19)),
     st.builds(Xor, st.integers(1, 19)),
     st.builds(Top, st.integers(0, 7)),
@@ -27,7 +27,7 @@ def test_a_text_says_all(spec: Spec) -> None:
 
 
 def test_the_registry_is_what_the_issue_lists() -> None:
-    assert list(REGISTRY) == ["raw", "zstd", "xor", "top", "lc", "ternary", "uniform"]
+    assert list(REGISTRY) == ["raw", "zstd", "xor", "hold", "top", "lc", "ternary", "uniform"]
     assert {name for name, kind in REGISTRY.items() if kind.is_exact} == {"raw", "zstd", "xor"}
     assert parse("lc") == LC() and parse("lc(bits=2)") == LC(bits=2)
     assert parse("lc(bits=2, entropy=huffman)") == LC(bits=2, entropy="huffman")

@@ -14,7 +14,7 @@ import numpy as np
 
 from stepwell.codecs.chain import ChainWriter
 from stepwell.codecs.layout import Deltas, Leaf
-from stepwell.codecs.spec import LC
+from stepwell.codecs.spec import LC, Hold, Top
 
 LEAVES = (
     Leaf("weight", "float32", (20, 15), "parameter"),
@@ -30,17 +30,20 @@ def main(directory: Path) -> None:
     rng = np.random.default_rng(1)
     weight, v = rng.standard_normal((20, 15)).astype(np.float32), np.ones(30, np.float32)
     for entropy in ("zstd", "huffman"):
-        deltas = Deltas(parameters=LC(bits=3, entropy=entropy), small="pool", skip_every=4, keep_segments=9)
+        moments = Hold() if entropy == "huffman" else Top(0)
+        deltas = Deltas(parameters=LC(bits=3, entropy=entropy), first_moments=moments, small="pool", skip_every=4,
+                        keep_segments=9)  # fmt: skip
         state = {"weight": weight, "half": np.arange(20, dtype=np.uint16), "m": v - 2, "v": v, "steps": np.array(0)}
-        known = {}
+        known, held = {}, {"m": state["m"]} if entropy == "huffman" else {}
         with ChainWriter.start(directory / entropy, LEAVES, state, step=0, deltas=deltas) as chain:
             for number in range(1, RECORDS + 1):
                 state = {name: value + value.dtype.type(1) for name, value in state.items()}
                 state["weight"] = state["weight"] + rng.standard_normal((20, 15)).astype(np.float32)
                 if number == 6:
                     state["weight"][3, 3] = np.nan
-                chain.append(number, state)
-                known[number] = {name: value.tobytes().hex() for name, value in chain.state().items()}
+                chain.append(number, state, note=b"note %d" % number)
+                readers = {**held, **chain.state()}
+                known[number] = {name: value.tobytes().hex() for name, value in readers.items()}
         (directory / f"{entropy}.json").write_text(json.dumps(known))
 
 

@@ -19,4 +19,5 @@ def test_every_record_is_read(entropy: str) -> None:
     for number in range(1, RECORDS + 1):
         found = restore(FOLDER / entropy, until=number)
         assert found.number == found.step == number and found.stopped is None
+        assert found.note == b"note %d" % number
         assert {name: value.tobytes().hex() for name, value in found.leaves.items()} == known[str(number)]

@@ -86,11 +86,12 @@ class ChainWriter:
         directory.mkdir()
         if base is None:
             _write_base(directory, about, image)
+        image = image.without_held()
 
         def load() -> Image:
             if base is None:
-                return read_base(directory, about)
-            found = Image(about.parts)
+                return read_base(directory, about).without_held()
+            found = Image(about.parts, image.held)
             found.fill(found.split(base()))
             return found
 
@@ -111,15 +112,18 @@ class ChainWriter:
         if self._segment is not None:
             self._segment.close()
 
-    def append(self, step: int, state: State) -> Appended:
-        """Make a checkpoint durable. Raises StateError if the leaves changed: nothing was written, a new base is due.
+    def append(self, step: int, state: State, note: bytes = b"") -> Appended:
+        """Make a checkpoint durable, with a note that readers get back. Leaves of `hold` need not be in the state.
 
-        Raises PersistError where it could not be written; the chain is over then, and what was durable still is.
+        Raises StateError if the leaves changed: nothing was written, a new base is due. Raises PersistError where it
+        could not be written; the chain is over then, and what was durable still is.
         """
         if self._broken is not None:
             raise PersistError(f"{self._directory}: {self._broken}; begin a new base", path=str(self._directory))
         if step <= self._step:
             raise ConfigError(f"step {step} after step {self._step}: a chain goes forward", step=step)
+        if len(note) > record.MOST_NOTE_BYTES:
+            raise ConfigError(f"a note of {len(note)} bytes; at most {record.MOST_NOTE_BYTES}", found=len(note))
         values = self._image.split(state)
         number = self._number + 1
         is_skip = bool(self._deltas.skip_every and number > 1 and (number - 1) % self._deltas.skip_every == 0)
@@ -127,7 +131,7 @@ class ChainWriter:
         if is_skip:
             self._image, self._memories = self._load_base(), [Memory() for _ in self._image.parts]
         sections, facts = self._code(values, is_skip)
-        head, body = self._seal(number, step, sections, facts, is_skip)
+        head, body = self._seal(number, step, [*sections, record.dump_note(note)], facts, is_skip)
         self._persist(number, head, body, is_skip)
         self._number, self._step, self._digest = number, step, head.after
         self._kept = facts.kept / facts.entries if facts.entries else 1.0
@@ -157,7 +161,7 @@ class ChainWriter:
         return Head(
             kind=record.SKIP if is_skip else record.DELTA,
             flags=record.SUSPECT if facts.exact else 0,
-            parts=len(sections),
+            parts=len(self._image.parts),
             number=number,
             step=step,
             parent=0 if is_skip else number - 1,
@@ -198,7 +202,7 @@ class ChainWriter:
         return None
 
     def state(self) -> dict[str, AnyArray]:
-        """What a reader has after the last record: copies, by name."""
+        """What a reader has after the last record: copies, by name. Held leaves, which are the base's, are left out."""
         return {name: value.copy() for name, value in self._image.leaves().items()}
 
     def _measure(self, values: Sequence[Sequence[AnyArray]]) -> float:

@@ -1,7 +1,8 @@
 """zstd over packed symbols or shuffled bytes, with the size that is expected known beforehand.
 
 Owns:    parameters of the compressor, and dictionaries for records that are very small.
-Holds:   nothing is allocated on the word of a frame: the caller says how many bytes it has to give.
+Holds:   nothing is allocated on the word of a frame: the caller says how many bytes it has to give, or how many at
+         most, and then room grows with what is read.
 
 Packed symbols have hardly any repeats to find but uneven bytes, so they get zstd's fastest search with a tiny table: it
 measured smaller and faster than level 1. Negative levels would leave out the entropy code, which is all that matters.
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from zstandard import ZstdCompressionDict
 
 MOST_DICTIONARY_BYTES: Final = 1 << 16
+_WINDOW_NBYTES: Final = 1 << 23
+"""The most a frame may ask for to look back; levels below 19 stay within it."""
+_STRETCH_NBYTES: Final = 1 << 20
 
 
 def compress(data: bytes | bytearray | memoryview, *, level: int = 0, dictionary: bytes = b"") -> bytes:
@@ -45,6 +49,21 @@ def decompress(data: bytes | memoryview, nbytes: int, *, dictionary: bytes = b""
     if len(found) != nbytes:
         raise DamagedError(f"a frame holds {len(found)} bytes, not {nbytes}", expected=nbytes, found=len(found))
     return found
+
+
+def decompress_at_most(data: bytes | memoryview, most: int) -> bytes:
+    """The content of one frame, which has at most so many bytes. Raises DamagedError."""
+    zstd = _zstd()
+    found = bytearray()
+    try:
+        reader = zstd.ZstdDecompressor(max_window_size=_WINDOW_NBYTES).stream_reader(data)
+        while len(found) <= most and (piece := reader.read(_STRETCH_NBYTES)):
+            found += piece
+        if len(found) > most or len(found) != zstd.frame_content_size(data):
+            raise DamagedError(f"a frame is cut off or holds more than {most} bytes", expected=most, found=len(found))
+    except zstd.ZstdError as error:
+        raise DamagedError(f"a frame cannot be read: {error}") from None
+    return bytes(found)
 
 
 def train(samples: list[bytes], nbytes: int) -> bytes:

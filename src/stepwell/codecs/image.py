@@ -1,11 +1,12 @@
 """The reader's state of a whole chain: one array for each part, what records are applied to and digests are taken of.
 
-Holds:   the digest covers every byte of the state; two images of one layout with equal digests hold the same bits.
+Holds:   the digest covers every byte of the state; two images of one layout with equal digests hold the same bits. Of
+         parts that records never change a writer keeps the digest alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import xxhash
@@ -18,48 +19,59 @@ DIGEST_NBYTES = 16
 
 
 class Image:
-    """State of all parts. Constructing makes room for it, filled with zeros."""
+    """State of all parts. Constructing makes room for it, filled with zeros. `held`: digests of parts that records have
+    nothing of, by number; there is no room for these, and their leaves are in no state that comes or goes.
+    """
 
-    def __init__(self, parts: Sequence[Part], arrays: list[AnyArray] | None = None) -> None:
-        self.parts = tuple(parts)
-        kinds = [np.float32 if part.is_floats else np.uint8 for part in self.parts]
-        self.arrays: list[AnyArray] = arrays or [
-            np.zeros(part.size, kind) for part, kind in zip(self.parts, kinds, strict=True)
+    def __init__(self, parts: Sequence[Part], held: Mapping[int, bytes] | None = None) -> None:
+        self.parts, self.held = tuple(parts), held or {}
+        self._slots = [() if number in self.held else part.slots for number, part in enumerate(self.parts)]
+        self.arrays: list[AnyArray] = [
+            np.zeros(part.size if slots else 0, np.float32 if part.is_floats else np.uint8)
+            for part, slots in zip(self.parts, self._slots, strict=True)
         ]
 
-    def copy(self) -> Image:
-        """Another one with the same content."""
-        return Image(self.parts, [array.copy() for array in self.arrays])
+    def without_held(self) -> Image:
+        """The same with the digests alone of what records have nothing of. The other arrays are shared."""
+        held = {number: self._part_digest(number) for number, part in enumerate(self.parts) if part.is_held}
+        image = Image(self.parts, held)
+        image.arrays = [array[:0] if number in held else array for number, array in enumerate(self.arrays)]
+        return image
 
     def split(self, state: State) -> list[list[AnyArray]]:
-        """Values of a state by part and leaf, in one dimension each. Raises StateError if they are not those leaves."""
+        """Values of a state by part and leaf, in one dimension each. Raises StateError if they are not those leaves;
+        held ones, where there is no room for them, may be missing.
+        """
         names = {slot.leaf.name for part in self.parts for slot in part.slots}
-        if names != set(state):
-            different = sorted(names ^ set(state))
+        needed = {slot.leaf.name for slots in self._slots for slot in slots}
+        if different := sorted((needed - set(state)) | (set(state) - names)):
             raise StateError(f"the state has other leaves: {different[0]!r}; begin a new base", leaf=different[0])
         return [
-            [flat(slot.leaf, state[slot.leaf.name], is_floats=part.is_floats) for slot in part.slots]
-            for part in self.parts
+            [flat(slot.leaf, state[slot.leaf.name], is_floats=part.is_floats) for slot in slots]
+            for part, slots in zip(self.parts, self._slots, strict=True)
         ]
 
     def fill(self, values: Sequence[Sequence[AnyArray]]) -> None:
         """Take over values as they are."""
-        for part, array, pieces in zip(self.parts, self.arrays, values, strict=True):
-            for slot, piece in zip(part.slots, pieces, strict=True):
+        for slots, array, pieces in zip(self._slots, self.arrays, values, strict=True):
+            for slot, piece in zip(slots, pieces, strict=True):
                 array[slot.start : slot.start + piece.size] = piece
 
     def digest(self) -> bytes:
         """xxh3-128 over those of the parts."""
         whole = xxhash.xxh3_128()
-        for array in self.arrays:
-            whole.update(xxhash.xxh3_128_digest(as_bytes(array).data))
+        for number in range(len(self.parts)):
+            whole.update(self._part_digest(number))
         return whole.digest()
+
+    def _part_digest(self, number: int) -> bytes:
+        return self.held.get(number) or xxhash.xxh3_128_digest(as_bytes(self.arrays[number]).data)
 
     def leaves(self) -> dict[str, AnyArray]:
         """Values by name, as views: float32 with their shape, everything else as bytes."""
         found = {}
-        for part, array in zip(self.parts, self.arrays, strict=True):
-            for slot in part.slots:
+        for part, slots, array in zip(self.parts, self._slots, self.arrays, strict=True):
+            for slot in slots:
                 leaf = slot.leaf
                 size = leaf.count if part.is_floats else leaf.nbytes
                 line = array[slot.start : slot.start + size]

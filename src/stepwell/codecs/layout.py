@@ -16,7 +16,7 @@ from typing import Final, Literal
 import numpy as np
 
 from stepwell.codecs.floats import AnyArray, Bytes
-from stepwell.codecs.spec import LC, Raw, Spec, Ternary, Top, Uniform, Xor
+from stepwell.codecs.spec import LC, Hold, Raw, Spec, Ternary, Top, Uniform, Xor
 from stepwell.errors import ConfigError, StateError
 from stepwell.format import dtypes
 
@@ -48,6 +48,7 @@ class Deltas:
     """What a chain of lossy checkpoints is made with.
 
     parameters, first_moments, second_moments: codecs by role. All other state is stored as it is.
+    every:         steps from one record to the next
     small:         what becomes of parameters with fewer than `small_below` entries: `exact`, or `pool`, one table for
                    all of them (for networks that have no others)
     skip, skip_every: every so many records one is against the base, with this codec for the parameters; 0: never
@@ -60,6 +61,7 @@ class Deltas:
     parameters: Spec = field(default_factory=LC)
     first_moments: Spec = field(default_factory=lambda: Top(0))
     second_moments: Spec = field(default_factory=lambda: Top(3))
+    every: int = 1
     small: Literal["exact", "pool"] = "exact"
     small_below: int = 4096
     skip: Spec = field(default_factory=lambda: Uniform(0.25))
@@ -71,19 +73,26 @@ class Deltas:
     reuse_tables: bool = True
     dictionary_bytes: int = 0
 
+    @classmethod
+    def of(cls, wanted: Spec | Deltas) -> Deltas:
+        """A codec alone stands for the defaults with it for the parameters."""
+        return wanted if isinstance(wanted, Deltas) else cls(parameters=wanted)
+
     def __post_init__(self) -> None:
+        if isinstance(self.parameters, Hold):
+            raise ConfigError("parameters=hold: nothing of the run would be stored; it is for moments", found="hold")
         if self.second_moments.is_delta:
             raise ConfigError(
                 f"second_moments={self.second_moments.text}: it rounds small values to zero, and a second moment of "
-                "zero blows training up; use top, xor, zstd or raw",
+                "zero blows training up; use top, xor, zstd, raw or hold",
                 found=self.second_moments.text,
             )
         if not self.skip.is_delta:
             raise ConfigError(
                 f"skip={self.skip.text}: lc, ternary or uniform; an exact one is a new base", found=self.skip.text
             )
-        if self.keep_segments < 1 or self.most_records < 1 or self.skip_every < 0:
-            raise ConfigError("keep_segments and most_records are at least 1, skip_every at least 0")
+        if self.every < 1 or self.keep_segments < 1 or self.most_records < 1 or self.skip_every < 0:
+            raise ConfigError("every, keep_segments and most_records are at least 1, skip_every at least 0")
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,11 @@ class Part:
     @property
     def is_floats(self) -> bool:
         return self.spec.is_floats
+
+    @property
+    def is_held(self) -> bool:
+        """Whether records have nothing of it."""
+        return isinstance(self.spec, Hold)
 
     @property
     def size(self) -> int:
@@ -134,7 +148,7 @@ def choose(leaf: Leaf, deltas: Deltas) -> Spec:
         # Wider or narrower floats: a state in bfloat16 would swallow small steps. What XOR leaves is exact.
         return Xor() if leaf.dtype in _INEXACT else Raw()
     spec = {"moment1": deltas.first_moments, "moment2": deltas.second_moments}.get(leaf.role, Raw())
-    if leaf.dtype == "float32":
+    if leaf.dtype == "float32" or (isinstance(spec, Hold) and leaf.dtype in _INEXACT):
         return spec
     return Raw() if spec == Raw() or leaf.dtype not in _INEXACT else Xor()
 

@@ -68,6 +68,8 @@ class Facts:
 def code(part: Part, values: Sequence[AnyArray], state: AnyArray, memory: Memory, *,
          reuse: bool = False, dictionary_bytes: int = 0) -> tuple[bytes, Facts]:  # fmt: skip
     """Bytes of a part, and the state moved on to what a reader of them has."""
+    if part.is_held:
+        return b"", Facts()
     if part.spec.is_delta:
         return _code_deltas(part, cast("Sequence[Floats]", values), state, memory, reuse, dictionary_bytes)
     if isinstance(part.spec, Top):
@@ -77,7 +79,9 @@ def code(part: Part, values: Sequence[AnyArray], state: AnyArray, memory: Memory
 
 def apply(part: Part, data: memoryview, state: AnyArray, memory: Memory) -> None:
     """Move a reader's state on. Raises DamagedError; what the state holds then is of no use."""
-    if part.spec.is_delta:
+    if part.is_held:
+        _Reader(data).end()
+    elif part.spec.is_delta:
         _apply_deltas(part, data, state, memory)
     elif isinstance(part.spec, Top):
         lossless.decode_top(part, data, state)

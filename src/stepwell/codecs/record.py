@@ -1,6 +1,6 @@
-"""The bytes of one record: a head of fixed size with digests, then the sections of the parts.
+"""The bytes of one record: a head of fixed size with digests, then the sections of the parts and the caller's note.
 
-Owns:    `Head`, and joining and cutting sections.
+Owns:    `Head`, joining and cutting sections, and the note's bytes.
 Before:  `parts` made the sections.   After: `segment` appends the bytes to a file.
 Holds:   a head is believed only with its own checksum, a body only with the one in the head; a head names the state it
          is for and the state it leads to, so that a record in the wrong place is never applied.
@@ -15,6 +15,7 @@ from typing import Final
 
 import xxhash
 
+from stepwell.codecs import frames
 from stepwell.errors import DamagedError
 
 MAGIC: Final = b"swdelta1"
@@ -22,6 +23,8 @@ BASE, DELTA, SKIP = range(3)
 KINDS: Final = ("base", "delta", "skip")
 SUSPECT: Final = 1
 """Flag: a group had values that could not be coded (NaN, infinity), and is stored as it is."""
+MOST_NOTE_BYTES: Final = 64 << 20
+_NOTE_LEVEL: Final = 3
 _FIELDS: Final = struct.Struct("<8sBBHIQQQ16s16s16sQQ")
 HEAD_NBYTES: Final = _FIELDS.size + 8
 
@@ -82,6 +85,16 @@ def cut(body: memoryview, count: int) -> list[memoryview]:
     if start != len(body):
         raise DamagedError("a record's sections do not fill its body", expected=start, found=len(body))
     return sections
+
+
+def dump_note(note: bytes) -> bytes:
+    """The section of a note of at most MOST_NOTE_BYTES: nothing, or one zstd frame."""
+    return frames.compress(note, level=_NOTE_LEVEL) if note else b""
+
+
+def load_note(section: memoryview) -> bytes:
+    """The note. Raises DamagedError."""
+    return frames.decompress_at_most(section, MOST_NOTE_BYTES) if section else b""
 
 
 def body_digest(body: bytes | memoryview) -> int:

@@ -32,8 +32,9 @@ _MOST_DOCUMENT_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True)
 class Restored:
-    """The last good state. number 0 is the base. `stopped`: why it is not a later one, or None if all records are good;
-    `is_torn`: that looks like a crash while the last record was written, and no durable record is lost by it.
+    """The last good state, and the note of its record. number 0 is the base, which has none. `stopped`: why it is not a
+    later one, or None if all records are good; `is_torn`: that looks like a crash while the last record was written,
+    and no durable record is lost by it.
     """
 
     number: int
@@ -44,6 +45,7 @@ class Restored:
     stopped: str | None = None
     is_torn: bool = False
     replayed: int = 0
+    note: bytes = b""
 
 
 @dataclass
@@ -53,6 +55,7 @@ class _Attempt:
     step: int
     digest: bytes
     replayed: int
+    note: bytes = b""
     error: DamagedError | None = None
 
 
@@ -171,11 +174,11 @@ def _apply(
         raise DamagedError(f"{path}: it belongs to another chain", path=path)
     if head.before != done.digest or head.step <= done.step:
         raise DamagedError(f"{path}: it is for another state than the one before it", path=path)
-    for part, section, array, memory in zip(
-        about.parts, record.cut(found.body, head.parts), done.image.arrays, memories, strict=True
-    ):
+    *sections, note = record.cut(found.body, head.parts + 1)
+    for part, section, array, memory in zip(about.parts, sections, done.image.arrays, memories, strict=True):
         apply(part.for_skip(about.skip) if is_skip else part, section, array, memory)
     _check(done.image, head.after, path)
+    done.note = record.load_note(note)
     return [Memory() for _ in about.parts] if is_skip else memories
 
 
@@ -199,4 +202,4 @@ def _result(about: Document, attempt: _Attempt, problems: list[DamagedError]) ->
     stopped = f"stopped after record {attempt.number}: {'; '.join(map(str, problems))}" if problems else None
     is_torn = bool(problems) and all(problem.fields.get("torn") for problem in problems)
     return Restored(attempt.number, attempt.step, is_exact, attempt.image.leaves(), attempt.digest, stopped, is_torn,
-                    attempt.replayed)  # fmt: skip
+                    attempt.replayed, attempt.note)  # fmt: skip

@@ -66,6 +66,14 @@ class Xor(Spec):
 
 
 @dataclass(frozen=True)
+class Hold(Spec):
+    """Nothing: readers keep what the base has. For moments of chains that are of the parameters only."""
+
+    name: ClassVar[str] = "hold"
+    is_exact: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
 class Top(Spec):
     """Sign, exponent and `mantissa` bits of each value, as differences of these numbers. Only zero becomes zero.
 
@@ -134,7 +142,7 @@ class Uniform(Spec):
         _one_of(self, "scope", self.scope, ("tensor", "global"))
 
 
-REGISTRY: Final[dict[str, type[Spec]]] = {kind.name: kind for kind in (Raw, Zstd, Xor, Top, LC, Ternary, Uniform)}
+REGISTRY: Final[dict[str, type[Spec]]] = {kind.name: kind for kind in (Raw, Zstd, Xor, Hold, Top, LC, Ternary, Uniform)}
 
 
 def parse(text: str) -> Spec:

@@ -24,15 +24,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stepwell.errors import DamagedError
 from stepwell.events import logger
-from stepwell.format.record import check_file_name
 from stepwell.levels.guest import Guest
+from stepwell.levels.request import Refusal, open_below, read_count, read_names
 from stepwell.levels.secret import key_of
 from stepwell.levels.wire import MAX_ANSWER_BYTES, MAX_RANGE_BYTES, Address, Message, Patience, Stream, frame
-from stepwell.types import CheckpointId
 
 Answer = Callable[[str, Message], Message]
 """Called with a question and its fields. On any thread of the server, on several at once."""
@@ -49,14 +48,6 @@ _TICK_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 0.05
 _CLOSE_SECONDS: Final = 2.0
 _MAX_TROUBLE: Final = 1000
-
-
-class Refusal(Exception):
-    """A request that gets an error for an answer. `kind` is what it is counted under."""
-
-    def __init__(self, kind: str, why: str) -> None:
-        super().__init__(why)
-        self.kind = kind
 
 
 class PeerServer:
@@ -81,6 +72,7 @@ class PeerServer:
         self._lock = threading.Lock()
         self._refused: Counter[str] = Counter()
         self._guests: dict[Guest, None] = {}  # in the order they came
+        self._greeted: dict[Stream, float] = {}  # who knows the secret and waits for a place, and until when
         self._members: dict[Stream, threading.Thread] = {}
         self._resting: dict[Stream, None] = {}  # members that were served and wait, the longest first
         self._listener: socket.socket | None = None
@@ -152,6 +144,8 @@ class PeerServer:
                     self._is_closing.wait(_PAUSE_SECONDS)
             for guest in list(self._guests):
                 self._dismiss(selector, guest, None)
+            for stream in self._greeted:
+                stream.close()
 
     def _go_round(self, selector: selectors.BaseSelector, listener: socket.socket) -> None:
         ready = [key.data for key, _ in selector.select(self._next_deadline())]
@@ -163,10 +157,11 @@ class PeerServer:
             self._dismiss(selector, guest, "late")
         if None in ready:
             self._welcome(selector, listener)
+        self._seat()
 
     def _next_deadline(self) -> float:
-        oldest = next(iter(self._guests), None)
-        return _TICK_SECONDS if oldest is None else max(0.0, oldest.deadline - time.monotonic())
+        least = _PAUSE_SECONDS if self._greeted else _TICK_SECONDS
+        return max(0.0, min([least, *(guest.deadline - time.monotonic() for guest in list(self._guests)[:1])]))
 
     def _welcome(self, selector: selectors.BaseSelector, listener: socket.socket) -> None:
         for _ in range(MAX_GUESTS):  # then those inside are heard again
@@ -178,7 +173,8 @@ class PeerServer:
                 if not self._is_closing.wait(_PAUSE_SECONDS):
                     logger.info("cannot take a connection of a peer: %s", error)
                 return
-            is_full = len(self._members) + len(self._guests) >= MAX_CONNECTIONS and not self._resting
+            taken = len(self._members) + len(self._greeted) + len(self._guests)
+            is_full = taken >= MAX_CONNECTIONS and not self._resting
             if is_full or len(self._guests) >= MAX_GUESTS:
                 oldest = next(iter(self._guests), None)
                 if oldest is None:
@@ -229,19 +225,26 @@ class PeerServer:
     def _admit(self, selector: selectors.BaseSelector, guest: Guest) -> None:
         del self._guests[guest]
         selector.unregister(guest.socket)
-        stream = Stream(guest.socket)
-        if not self._make_room():
+        self._greeted[Stream(guest.socket)] = guest.deadline
+
+    def _seat(self) -> None:
+        """Whoever was greeted believes to be in: he waits for a place rather than being sent away."""
+        for stream, deadline in list(self._greeted.items()):
+            if self._make_room():
+                del self._greeted[stream]
+                thread = threading.Thread(target=self._serve, args=(stream,), daemon=True, name="stepwell-peer")
+                with self._lock:
+                    self._members[stream] = thread
+                try:
+                    thread.start()
+                    continue
+                except RuntimeError:  # a limit on processes or memory
+                    self._leave(stream)
+            elif time.monotonic() <= deadline:
+                continue
+            self._greeted.pop(stream, None)
             self._count("full")
             stream.close()
-            return
-        thread = threading.Thread(target=self._serve, args=(stream,), daemon=True, name="stepwell-peer")
-        with self._lock:
-            self._members[stream] = thread
-        try:
-            thread.start()
-        except RuntimeError:  # a limit on processes or memory
-            self._count("full")
-            self._leave(stream)
 
     def _make_room(self) -> bool:
         """Where there are more nodes than places, who was served and has no wish now has to come in again."""
@@ -325,11 +328,11 @@ class PeerServer:
 
     @contextlib.contextmanager
     def _open(self, request: Message) -> Iterator[tuple[int, int, int]]:
-        directory, name = _names(request)
-        start, nbytes = _integer(request, "start"), _integer(request, "nbytes")
+        directory, name = read_names(request)
+        start, nbytes = read_count(request, "start"), read_count(request, "nbytes")
         if nbytes > MAX_RANGE_BYTES:
             raise Refusal("range", f"{nbytes} bytes at once, more than {MAX_RANGE_BYTES}")
-        fd = _open_below(self._root_fd, directory, name)
+        fd = open_below(self._root_fd, directory, name)
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
@@ -355,36 +358,3 @@ def listen(bind: Address) -> socket.socket:
         listener = socket.create_server(bind, family=family, backlog=_BACKLOG)
     listener.setblocking(False)
     return listener
-
-
-def _names(request: Message) -> tuple[str, str]:
-    """Directory and file: one checkpoint's, and a plain name."""
-    directory, name = request.get("directory"), request.get("name")
-    if not isinstance(directory, str) or not isinstance(name, str):
-        raise Refusal("name", "directory and name are texts")
-    if CheckpointId.parse(directory) is None:
-        raise Refusal("name", f"{directory[:100]!r} is not the directory of a checkpoint")
-    try:
-        return directory, check_file_name(name, path="request")
-    except DamagedError as error:
-        raise Refusal("name", str(error)) from None
-
-
-def _integer(request: dict[str, Any], key: str) -> int:
-    value = request.get(key)
-    if type(value) is not int or value < 0:  # a boolean is an int to isinstance
-        raise Refusal("range", f"{key} is not a number of bytes")
-    return value
-
-
-def _open_below(root_fd: int, directory: str, name: str) -> int:
-    """Part by part, so that no link leads anywhere; and without waiting for a writer, as a pipe would."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        inner = os.open(directory, flags | os.O_DIRECTORY, dir_fd=root_fd)
-        try:
-            return os.open(name, flags, dir_fd=inner)
-        finally:
-            os.close(inner)
-    except OSError as error:
-        raise Refusal("missing", f"{directory}/{name}: {error.strerror}") from None

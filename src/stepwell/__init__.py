@@ -15,6 +15,8 @@ if sys.platform != "linux":
 
 if TYPE_CHECKING:
     from stepwell.checkpointer import Checkpointer
+    from stepwell.codecs.layout import Deltas
+    from stepwell.codecs.spec import LC, Hold, Ternary, Uniform
     from stepwell.data.loader import DataLoader
     from stepwell.errors import (
         AgentError,
@@ -44,10 +46,13 @@ _HOMES = {
     "DamagedError": "errors",
     "DataError": "errors",
     "DataLoader": "data.loader",
+    "Deltas": "codecs.layout",
     "Every": "policy.every",
     "FencedError": "errors",
     "GroupError": "errors",
+    "Hold": "codecs.spec",
     "Keep": "types",
+    "LC": "codecs.spec",
     "Never": "policy.every",
     "Node": "levels.spec",
     "Pairs": "levels.spec",
@@ -61,6 +66,8 @@ _HOMES = {
     "StateError": "errors",
     "Status": "types",
     "StepwellError": "errors",
+    "Ternary": "codecs.spec",
+    "Uniform": "codecs.spec",
     "Xor": "levels.spec",
 }
 
@@ -72,10 +79,13 @@ __all__ = [
     "DamagedError",
     "DataError",
     "DataLoader",
+    "Deltas",
     "Every",
     "FencedError",
     "GroupError",
+    "Hold",
     "Keep",
+    "LC",
     "Never",
     "Node",
     "Pairs",
@@ -89,6 +99,8 @@ __all__ = [
     "StateError",
     "Status",
     "StepwellError",
+    "Ternary",
+    "Uniform",
     "Xor",
     "__version__",
 ]

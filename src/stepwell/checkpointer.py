@@ -19,6 +19,8 @@ from typing import Any
 
 from stepwell import events, journal, options
 from stepwell.agent.client import AgentClient
+from stepwell.codecs.layout import Deltas
+from stepwell.codecs.spec import Spec
 from stepwell.data.batches import Batches
 from stepwell.data.steps import StepCounter
 from stepwell.errors import ConfigError, PersistError, StateError
@@ -27,7 +29,7 @@ from stepwell.levels.spec import Node, Shared, read_levels
 from stepwell.outcome import Outcomes
 from stepwell.own import OwnState
 from stepwell.pace import Pace
-from stepwell.policy.every import Policy
+from stepwell.policy.every import Every, Policy
 from stepwell.reopen import Reopened, load_only, reopen
 from stepwell.saving import Saving
 from stepwell.snapshot.snapshotter import Snapshotter
@@ -53,6 +55,7 @@ class Checkpointer:
         policy: Policy | None = None,
         memory: Policy | None = None,
         keep: int | Keep = 2,
+        deltas: Spec | Deltas | None = None,
         levels: Sequence[Node | Shared] | None = None,
         data: Any = None,
         seed: int | None = None,
@@ -71,6 +74,7 @@ class Checkpointer:
         policy, keep:  when to write a checkpoint, and how many stay
         memory:        when to copy the state into memory only, in between: `Every(steps=1)` is cheap on a GPU. If this
                        process crashes, the newest copy is restored from there, and written to disk
+        deltas:        LC(bits=3), or Deltas(...): in between, what changed goes to disk after every step, lossy
         levels:        [Node("/local/cache"), Shared(every=10)]: to each node's own disk, each tenth on from there
         data, seed:    the loader behind `ckpt.data`, and the seed of its order; on_unseekable="replay" reads again
         grace:         seconds to save and be gone after SIGTERM, SIGINT, SIGUSR1 or a notice; None: signals are yours
@@ -86,7 +90,10 @@ class Checkpointer:
             lambda rank, costs: self._pace.note_others(rank, costs),
             lambda: self._leave.take("another rank"),
         )
-        self._paths = RunPaths.at(options.run_place(where), self._together.owner.rank)
+        place, owner = options.run_place(where), self._together.owner
+        self._deltas = options.read_deltas(deltas, place=place, memory=memory, levels=levels, ranks=owner.world_size)
+        memory, levels = (memory, levels) if self._deltas is None else (Every(steps=self._deltas.every), [])
+        self._paths = RunPaths.at(place, owner.rank)
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self._seed, self._levels = seed, read_levels(levels)
         self._tracked = track_objects(options.named_objects(track, tracked))
@@ -94,7 +101,7 @@ class Checkpointer:
         self._log = self._together.log = journal.EventLog(
             self._paths.events, who="trainer", rank=self._paths.rank, background=True
         )
-        self._pace = Pace(self._paths, self._together.owner, options.choose_policy(policy, overhead), memory, self._log)
+        self._pace = Pace(self._paths, owner, options.choose_policy(policy, overhead), memory, self._log)
         self._outcomes = Outcomes(self._pace.end, lambda pid: self._progress.update(self._steps.step, agent_pid=pid))
         self._client = AgentClient(self._log, self._outcomes.on_agent)
         self._snapshotter = Snapshotter(
@@ -132,6 +139,7 @@ class Checkpointer:
         before: int | None = None,
         only: str | set[str] | None = None,
         strict: bool = True,
+        prefer: str | None = None,
     ) -> bool:
         """Bring the run back from the newest good checkpoint, the nearest copy of it first. False: nothing was there.
 
@@ -139,15 +147,16 @@ class Checkpointer:
         before:  the newest below this step
         only:    only these tracked objects; nothing else of the run is touched. Training then starts a new history
         strict:  False restores what fits and reports the rest as an event
+        prefer:  exact, or newest, which may be lossy (`deltas=`); unless said: exact, if it is not much older
 
         Raises StateError (it does not fit the live objects) or RestoreError (there are checkpoints, and none is whole).
         """
         if self._reopened is not None:
             raise ConfigError("restore() comes once, before the first batch; make a new Checkpointer to go back again")
         if only is None:
-            return self._reopen(step=step, before=before, strict=strict).restored is not None
+            return self._reopen(step=step, before=before, strict=strict, prefer=prefer).restored is not None
         self._may_abandon = True
-        which: dict[str, Any] = {"step": step, "before": before, "only": only, "strict": strict}
+        which: dict[str, Any] = {"step": step, "before": before, "only": only, "strict": strict, "prefer": prefer}
         return load_only(self._paths, self._tracked, log=self._log, group=self._together.open(), **which)
 
     def _ensure_open(self) -> None:
@@ -158,7 +167,7 @@ class Checkpointer:
 
     def _reopen(self, **wishes: Any) -> Reopened:
         wishes |= {"log": self._log, "client": self._client, "attach": self._attach, "check": self._own.check}
-        wishes |= {"group": self._together.open(), "levels": self._levels}
+        wishes |= {"group": self._together.open(), "levels": self._levels, "deltas": self._deltas}
         with self._client.starting():
             reopened = reopen(self._paths, self._tracked, seed=self._seed, **wishes)
             self._open(reopened)
@@ -174,10 +183,11 @@ class Checkpointer:
             for problem in self._own.load(reopened.own, reopened.derived_seed):
                 self._log.emit(events.Mismatch(problems=[problem]))
         self._snapshotter.open(reopened.lineage.number)
-        self._client.start(reopened.hello(self._paths, self._keep))
+        self._client.start(reopened.hello(self._paths, self._keep, self._deltas))
         self._together.start()
         self._reopened = reopened
-        self._saving.has_levels = reopened.orders is not None
+        self._saving.has_levels, self._saving.has_deltas = reopened.orders is not None, self._deltas is not None
+        self._outcomes.is_due_again = reopened.is_lossy
         self._pace.open(is_restart=reopened.restored is not None)
         self._leave.listen()
         atexit.register(self._at_exit)
@@ -189,7 +199,7 @@ class Checkpointer:
         """Get memory ready early: after a restore at once, else after the first step (optimizers fill up there)."""
         if reopened.own is None:
             return
-        self._outcomes.committed_step = self._steps.step
+        self._outcomes.committed_step = None if reopened.is_lossy else self._steps.step
         self._pace.restart(self._steps.step, durable=True)
         flat = self._capture.flatten(self._own.capture())
         self._pace.know(flat, self._steps.step)
@@ -319,19 +329,8 @@ class Checkpointer:
 
     def status(self) -> Status:
         """Where the run stands."""
-        return Status(
-            step=self._steps.step,
-            epoch=self.data.at.epoch,
-            committed_step=self._outcomes.committed_step,
-            memory_step=self._outcomes.memory_step,
-            pending=len(self._outcomes.uploads.pending()),
-            agent_pid=self._client.pid,
-            lineage=self._log.lineage,
-            is_fenced=self._outcomes.is_fenced,
-            policy=self._pace.explain(),
-            degraded=self._outcomes.degraded,
-            shared_step=self._outcomes.shared_step,
-        )
+        here = {"step": self._steps.step, "epoch": self.data.at.epoch, "lineage": self._log.lineage}
+        return self._outcomes.status(agent_pid=self._client.pid, policy=self._pace.explain(), **here)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from stepwell.errors import ConfigError
 from stepwell.policy.auto import Auto
 from stepwell.policy.every import Policy
+
+if TYPE_CHECKING:
+    from stepwell.codecs.layout import Deltas
 
 Files = dict[str, "str | os.PathLike[str]"]
 ON_UNSEEKABLE: Final = ("error", "replay")
@@ -44,6 +47,26 @@ def choose_policy(policy: Policy | None, overhead: float | None) -> Policy:
     if policy is not None and overhead is not None:
         raise ConfigError("overhead= and policy= are both given; policy=Auto(overhead=...) says both", name="overhead")
     return policy or (Auto() if overhead is None else Auto(overhead=overhead))
+
+
+def read_deltas(deltas: Any, *, place: str, memory: Policy | None, levels: Any, ranks: int) -> Deltas | None:
+    """What goes into chains between checkpoints, if anything does; a chain cannot be everywhere yet."""
+    if deltas is None:
+        return None
+    from stepwell.codecs.frames import check_installed
+    from stepwell.codecs.layout import Deltas
+
+    check_installed()
+    refusals = {
+        "a run in a bucket, where nothing can be appended": "://" in place,
+        "memory=, whose snapshots it takes; Deltas(every=) says how often": memory is not None,
+        "levels=": bool(levels),
+        f"{ranks} ranks": ranks > 1,
+    }
+    for what, is_so in refusals.items():
+        if is_so:
+            raise ConfigError(f"deltas= does not go together with {what}", name="deltas")
+    return Deltas.of(deltas)
 
 
 def check_options(**options: Any) -> None:

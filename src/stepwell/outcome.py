@@ -7,12 +7,14 @@ Not:     taking snapshots (snapshot), writing them (agent).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from stepwell.arena.channel import Message
 from stepwell.errors import PersistError
 from stepwell.snapshot.inflight import Inflight
 from stepwell.snapshot.snapshotter import Snapshotter
 from stepwell.snapshot.uploads import Uploads
+from stepwell.types import Status
 
 
 class Outcomes:
@@ -28,6 +30,7 @@ class Outcomes:
         self.committed_step: int | None = None
         self.memory_step: int | None = None
         self.shared_step: int | None = None
+        self.delta_step: int | None = None
         self.degraded: str | None = None
         """Why the newest checkpoint could not be protected on other nodes."""
         self.is_fenced = False
@@ -35,7 +38,7 @@ class Outcomes:
         self.why_lost: str | None = None
         """An agent died again and again, this rank's or another's: nothing will be committed any more."""
         self.is_due_again = False
-        """The last snapshot was void: the next step takes another, blocking."""
+        """The last snapshot was void, and the next step takes another, blocking; or a chain needs a base."""
         self.has_drifted = False
         """What the ranks share is not the same on all of them any more: they have to look again."""
 
@@ -43,6 +46,19 @@ class Outcomes:
     def is_lost(self) -> bool:
         """Whether there is nobody who would write a snapshot."""
         return self.why_lost is not None
+
+    def status(self, **facts: Any) -> Status:
+        """Where the run stands, with what the caller knows."""
+        return Status(
+            committed_step=self.committed_step,
+            memory_step=self.memory_step,
+            pending=len(self.uploads.pending()),
+            is_fenced=self.is_fenced,
+            degraded=self.degraded,
+            shared_step=self.shared_step,
+            delta_step=self.delta_step,
+            **facts,
+        )
 
     def attach(self, snapshotter: Snapshotter) -> None:
         """Where slots are given back."""
@@ -87,6 +103,10 @@ class Outcomes:
                 self.uploads.fail(sequence, PersistError(message["error"], step=message["step"]))
         elif kind == "flushed":
             self.shared_step = message["step"]
+        elif kind == "delta":
+            self.delta_step = message["step"]
+        elif kind == "base_due":
+            self.is_due_again = True
         elif kind == "replaced":
             self._on_new_agent(message["pid"])
         elif kind == "lost":

@@ -10,20 +10,22 @@ Holds:   rank 0 opens, lists and chooses for all, so that all try the same candi
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import hashlib
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stepwell import events, journal
 from stepwell.agent.client import AgentClient
 from stepwell.arena.channel import Message
 from stepwell.caches import Caches
+from stepwell.candidates import Candidate, Places, Wish, inventory, plan
+from stepwell.codecs.layout import Deltas
+from stepwell.codecs.message import dump
 from stepwell.errors import ConfigError, RestoreError, listing
 from stepwell.faults import crash_point
 from stepwell.format.manifest import Lineage, Run
@@ -35,8 +37,7 @@ from stepwell.levels.orders import Orders
 from stepwell.levels.spec import Levels
 from stepwell.options import seconds_from
 from stepwell.restore.load import Loaded, load
-from stepwell.restore.plan import Choice, choose
-from stepwell.restore.whole import Part, parts_on_disk
+from stepwell.restore.whole import Part
 from stepwell.state.tracked import Tracked
 from stepwell.store import catalog, desk
 from stepwell.store.lineage import create_next, open_run, read_history
@@ -59,6 +60,7 @@ class Reopened:
     own: dict[str, Any] | None = None
     frozen: set[str] = field(default_factory=set)
     is_resized: bool = False
+    is_lossy: bool = False
     orders: Orders | None = None
 
     @property
@@ -74,7 +76,7 @@ class Reopened:
         host = os.uname().nodename
         return events.Start(run=self.run.id, step=step, pid=os.getpid(), agent_pid=agent_pid, host=host, data=data)
 
-    def hello(self, paths: RunPaths, keep: Keep) -> Message:
+    def hello(self, paths: RunPaths, keep: Keep, deltas: Deltas | None = None) -> Message:
         """What an agent has to know of the run."""
         return {
             "type": "hello",
@@ -90,30 +92,8 @@ class Reopened:
             "storage": seconds_from("STEPWELL_CLOSE_SECONDS", 120),
             "patience": seconds_from("STEPWELL_GROUP_SECONDS", 600),
             "levels": None if self.orders is None else self.orders.dump(),
+            "deltas": None if deltas is None else dump(deltas),
         }
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A checkpoint that may be restored. `is_committed`: what is not in memory or in the caches is on disk."""
-
-    id: CheckpointId
-    is_suspect: bool
-    is_live: bool
-    is_committed: bool
-    in_memory: bool = False
-    in_caches: bool = False
-
-    def dump(self) -> list[Any]:
-        """As it travels."""
-        flags = [self.is_suspect, self.is_live, self.is_committed, self.in_memory, self.in_caches]
-        return [self.id.directory, *flags]
-
-    @classmethod
-    def load(cls, values: Sequence[Any]) -> _Candidate:
-        id = CheckpointId.parse(values[0])
-        assert id is not None
-        return cls(id, *values[1:])
 
 
 def reopen(
@@ -127,9 +107,11 @@ def reopen(
     check: Callable[[dict[str, Any]], None],
     group: Group | None = None,
     levels: Levels | None = None,
+    deltas: Deltas | None = None,
     step: int | None = None,
     before: int | None = None,
     strict: bool = True,
+    prefer: str | None = None,
     fresh: bool = False,
     may_abandon: bool = False,
 ) -> Reopened:
@@ -141,6 +123,7 @@ def reopen(
     may_abandon:  the user took single objects out of them and goes on from step 0
     """
     group = LocalGroup() if group is None else group
+    wish = Wish(step, before, prefer, None if deltas is None else deltas.worth)
     journal.speak_to_terminal(level=logging.INFO if group.is_leader else logging.WARNING)
     opened = lead(group, "opening the run", lambda: open_run(paths, seed=_seed(seed)).dump().decode())
     run, owner = Run.load(opened.encode(), path=str(paths.run)), Owner(group.rank, group.size)
@@ -165,16 +148,16 @@ def reopen(
         if caches is not None:
             caches.meet(client)
             caches.share()
-        everywhere = group.all_gather(_inventory(holdings), "what is held in memory")
-        plans = lead(group, "the plan", lambda: _plan(paths, everywhere, caches, log, step, before))
-        candidates = [_Candidate.load(values) for values in plans]
-        places = _Places(paths, holdings, caches)
+        everywhere = group.all_gather(inventory(holdings), "what is held in memory")
+        plans = lead(group, "the plan", lambda: plan(paths, everywhere, caches, log, wish))
+        candidates = [Candidate.load(values) for values in plans]
+        places = Places(paths, holdings, caches, log)
         restored = _try_all(candidates, places, tracked, log, paths, group, strict, check if strict else None)
         if restored is None:
             return _settle(Reopened(run, next_lineage(0, 0), owner), paths, caches, client)
-        id, loaded, frozen, world_size = restored
+        id, loaded, frozen, world_size, is_lossy = restored
         lineage = next_lineage(id.lineage, id.step)
-    reopened = Reopened(run, lineage, owner, id, loaded.own, frozen, world_size != group.size)
+    reopened = Reopened(run, lineage, owner, id, loaded.own, frozen, world_size != group.size, is_lossy)
     return _settle(reopened, paths, caches, client)
 
 
@@ -197,6 +180,7 @@ def load_only(
     before: int | None,
     only: str | set[str],
     strict: bool,
+    prefer: str | None = None,
     group: Group | None = None,
 ) -> bool:
     """Take single objects out of a run and leave the run as it is: no lineage, no agent. False: nothing was there."""
@@ -204,71 +188,10 @@ def load_only(
     only = {only} if isinstance(only, str) else only
     each(group, "the desk", lambda: desk.fetch(paths))
     journal.speak_to_terminal()
-    plans = lead(group, "the plan", lambda: _plan(paths, [], None, log, step, before, any_branch=True))
-    candidates = [_Candidate.load(values) for values in plans]
-    places = _Places(paths, Holdings(), None)
+    plans = lead(group, "the plan", lambda: plan(paths, [], None, log, Wish(step, before, prefer), any_branch=True))
+    candidates = [Candidate.load(values) for values in plans]
+    places = Places(paths, Holdings(), None, log)
     return _try_all(candidates, places, tracked, log, paths, group, strict, None, only) is not None
-
-
-def _inventory(holdings: Holdings) -> dict[str, Any]:
-    """What this rank can read from memory: of each snapshot whose parts, and whether it is suspect."""
-    found = {}
-    for id, parts in holdings.held.items():
-        records = [part.record for part in parts.values()]
-        found[id.directory] = {
-            "ranks": sorted(parts),
-            "of": records[0].owner.world_size,
-            "suspect": any(record.suspect is not None for record in records),
-        }
-    return found
-
-
-def _plan(
-    paths: RunPaths,
-    everywhere: Sequence[dict[str, Any]],
-    caches: Caches | None,
-    log: journal.EventLog,
-    step: int | None,
-    before: int | None,
-    *,
-    any_branch: bool = False,
-) -> list[list[Any]]:
-    """Rank 0: candidates in the order they are tried. Raises RestoreError if there are checkpoints but none to try."""
-    choices = choose(catalog.scan(paths), step=step, before=before, any_branch=any_branch)
-    found: dict[CheckpointId, _Candidate] = {}
-    for choice in choices:
-        entry = choice.entry
-        if entry.damage is not None:
-            log.emit(events.Damage(directory=entry.id.directory, reason=entry.damage))
-        if choice.rank is not None and entry.manifest is not None:
-            found[entry.id] = _Candidate(entry.id, entry.manifest.suspect is not None, entry.is_live, True)
-    history = read_history(paths)
-
-    def is_wanted(id: CheckpointId) -> bool:
-        return (step is None or id.step == step) and (before is None or id.step < before) and history.is_live(id)
-
-    for id, is_suspect in ({} if caches is None else caches.whole(history)).items():
-        if is_wanted(id):
-            found[id] = _Candidate(id, is_suspect, True, id in found, in_caches=True)
-    for directory in {name for held in everywhere for name in held}:
-        named = CheckpointId.parse(directory)
-        if named is None or not is_wanted(named):
-            continue
-        facts = [held.get(directory) for held in everywhere]
-        is_whole = all(fact is not None and fact["ranks"] == list(range(fact["of"])) for fact in facts)
-        if is_whole:
-            is_suspect = any(fact is not None and fact["suspect"] for fact in facts)
-            known = found.get(named, _Candidate(named, is_suspect, True, False))
-            found[named] = replace(known, is_suspect=is_suspect, in_memory=True)
-    if not found:
-        _check_nothing(paths, choices, log)
-    return [candidate.dump() for candidate in sorted(found.values(), key=_preference)]
-
-
-def _preference(candidate: _Candidate) -> tuple[bool, bool, int, int, int]:
-    """As `choose` ranks them: not suspect, live, newest."""
-    id = candidate.id
-    return candidate.is_suspect, not candidate.is_live, -id.step, -id.lineage, -id.repeat
 
 
 def _seed(seed: int | None) -> int | None:
@@ -286,42 +209,9 @@ def _refuse_overwriting(paths: RunPaths, entries: Sequence[catalog.Entry]) -> No
         )
 
 
-def _check_nothing(paths: RunPaths, choices: Sequence[Choice], log: journal.EventLog) -> None:
-    """No candidate at all: fine for a directory without checkpoints, an error where there are some."""
-    found = [f"{choice.entry.id}: {choice.reason}" for choice in choices if choice.entry.is_committed]
-    if found:
-        raise RestoreError(
-            f"no checkpoint in {paths.root} can be restored:\n{listing(found)}\n"
-            "`stepwell why` shows the details; restore(step=...) takes a named one; another directory starts anew",
-            path=str(paths.root),
-        )
-    log.emit(events.Fresh(where=str(paths.root)))
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where the parts of a checkpoint can be read from."""
-
-    paths: RunPaths
-    holdings: Holdings
-    caches: Caches | None
-
-    def of(self, candidate: _Candidate) -> list[tuple[str, Callable[[], list[Part]]]]:
-        """What they are called, and how their parts are had, the nearest first. These raise DamagedError."""
-        id, caches, held = candidate.id, self.caches, self.holdings.held
-        out: list[tuple[str, Callable[[], list[Part]]]] = []
-        if candidate.in_memory:
-            out.append(("memory", lambda: [held[id][rank] for rank in sorted(held[id])]))
-        if candidate.in_caches and caches is not None:
-            out += [("node", functools.partial(caches.parts, id))] * caches.attempts(id)
-        if candidate.is_committed:
-            out.append(("disk", lambda: parts_on_disk(self.paths, catalog.read_manifest(self.paths, id))))
-        return out
-
-
 def _try_all(
-    candidates: Sequence[_Candidate],
-    places: _Places,
+    candidates: Sequence[Candidate],
+    places: Places,
     tracked: Sequence[Tracked],
     log: journal.EventLog,
     paths: RunPaths,
@@ -329,7 +219,7 @@ def _try_all(
     strict: bool,
     check: Callable[[dict[str, Any]], None] | None,
     only: set[str] | None = None,
-) -> tuple[CheckpointId, Loaded, set[str], int] | None:
+) -> tuple[CheckpointId, Loaded, set[str], int, bool] | None:
     """The first candidate whose every byte is right on every rank. Raises RestoreError when all are damaged."""
     damaged = []
     for candidate in candidates:
@@ -355,22 +245,24 @@ def _try_all(
                 log.emit(events.Damage(directory=candidate.id.directory, reason=bad))
                 continue
             assert loaded is not None
+            id = parts[0].record.id  # a chain may end before the record that was asked for
             crash_point("restore.loaded")
             if loaded.problems:
                 log.emit(events.Mismatch(problems=loaded.problems))
             log.emit(
                 events.Restore(
-                    step=candidate.id.step,
-                    directory=candidate.id.directory,
+                    step=id.step,
+                    directory=id.directory,
                     source=source,
                     seconds=time.monotonic() - started,
                     nbytes=loaded.nbytes,
-                    redone=_redone(paths, candidate.id),
+                    redone=_redone(paths, id),
                     suspect=candidate.is_suspect,
                 )
             )
             leaves = [leaf for part in parts for leaf in part.record.leaves]
-            return candidate.id, loaded, {leaf.name for leaf in leaves if leaf.file == 1}, len(parts)
+            frozen = {leaf.name for leaf in leaves if leaf.file == 1}
+            return id, loaded, frozen, len(parts), bool(candidate.chain)
     if damaged:
         raise RestoreError(
             f"no checkpoint in {paths.root} is whole, and the live state may be half overwritten:\n{listing(damaged)}\n"

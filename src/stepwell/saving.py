@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from stepwell import events, journal
 from stepwell.agent.client import AgentClient
+from stepwell.codecs.events import DeltaSkipped
 from stepwell.data.batches import Batches
 from stepwell.data.steps import StepCounter
 from stepwell.errors import AgentError, StateError
@@ -53,6 +54,8 @@ class Saving:
     """Of the last save that all ranks took by themselves, if this one did."""
     has_levels: bool = False
     """A save that nobody asked for may stay on the nodes."""
+    has_deltas: bool = False
+    """What only stays in memory goes into a chain too."""
     _asked_step: int = -1
 
     def __post_init__(self) -> None:
@@ -89,7 +92,7 @@ class Saving:
             meta = {"step": step, "repeat": repeat, "durable": durable, "created": time.time(), "tree": whole.tree}
             is_end = self.data.is_at_end or self.own.is_finished
             meta |= {"epoch_end": is_end, "finished": self.own.is_finished, "name": name, "files": files or {}}
-            meta["flush"] = block
+            meta |= {"flush": block, "delta": self.has_deltas and not durable}
             flat = self.together.cut(whole, step, block=block)
             taken = _NOT_AGREED if flat is None else self.snapshotter.take(flat, meta, block=block)
         except Exception as error:
@@ -104,7 +107,8 @@ class Saving:
         if isinstance(taken, str):
             self.outcomes.is_due_again = self.outcomes.is_due_again or was_due
             self._void(step, repeat, taken, durable=durable)
-            self.log.emit(events.SnapshotSkipped(step=step, reason=taken))
+            kind = DeltaSkipped if self.has_deltas and not durable else events.SnapshotSkipped
+            self.log.emit(kind(step=step, reason=taken))
             return None
         self.pace.waited(time.monotonic() - started)
         if not durable:

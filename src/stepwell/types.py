@@ -74,7 +74,8 @@ class Status:
     """Where a run stands. `memory_step`: the newest that is complete in memory, and outlives this process there.
 
     `policy` says in a sentence how often it checkpoints, and why. With levels `committed_step` lies on the nodes, and
-    `degraded` says why it is not protected, if it is not; `shared_step` is in the shared place.
+    `degraded` says why it is not protected, if it is not; `shared_step` is in the shared place. With `deltas=` the
+    chain of lossy records reaches `delta_step`.
     """
 
     step: int
@@ -88,6 +89,7 @@ class Status:
     policy: str
     degraded: str | None = None
     shared_step: int | None = None
+    delta_step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

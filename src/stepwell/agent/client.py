@@ -334,8 +334,9 @@ def _import_path() -> list[str]:
     """Where the isolated interpreter finds stepwell and what it needs, wherever the trainer found it."""
     import xxhash
 
-    client = sys.modules.get("obstore")  # loaded by now if the run lies in a bucket
-    files = [Path(module.__file__) for module in (xxhash, client) if module is not None and module.__file__]
+    # Loaded by now if the run lies in a bucket, or has chains.
+    needed = [xxhash, *map(sys.modules.get, ("obstore", "zstandard", "numpy"))]
+    files = [Path(module.__file__) for module in needed if module is not None and module.__file__]
     found = [Path(__file__).resolve().parents[2], *(file.resolve().parents[1] for file in files)]
     return list(dict.fromkeys(map(str, found)))
 

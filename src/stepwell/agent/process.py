@@ -112,8 +112,8 @@ class Agent:
                 if not item.is_done:
                     worker.give_up(item, "its snapshot is void" if item.is_void else "given up for a newer one")
             outbox, worker.outbox = worker.outbox, []
-            if worker.queue.next_due() is not None:
-                self._lock.notify()
+            if worker.queue.next_due() is not None or worker.queue.next_delta() is not None:
+                self._lock.notify_all()
             for generation in worker.queue.unused(self.arenas, worker.busy):
                 self.arenas.pop(generation).close()  # of a layout that nobody needs any more
         for message in outbox:
@@ -165,8 +165,8 @@ class Agent:
             faults.set_rank(self.owner.rank)
             self.linger_seconds, self.worker.storage_seconds = message["linger"], message.get("storage", 120.0)
             self.paths = RunPaths.at(message["root"], self.owner.rank)
-            keep, levels = Keep(**message["keep"]), message.get("levels")
-            self.worker.serve(self.paths, self.owner, self.lineage, keep, message["patience"], levels)
+            keep, wishes = Keep(**message["keep"]), (message.get("levels"), message.get("deltas"))
+            self.worker.serve(self.paths, self.owner, self.lineage, keep, message["patience"], *wishes)
             self._leave_at, self._is_greeted = None, True
             if (restored := CheckpointId.parse(message.get("restored", ""))) is not None:
                 self.worker.queue.want(restored)

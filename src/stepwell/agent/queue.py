@@ -67,9 +67,14 @@ class Pending:
     is_dropped: bool = False
     is_wanted: bool = field(init=False)
     """Whether it is to be written. If not it only waits in memory, for a successor."""
+    is_delta: bool = field(init=False)
+    """Whether what changed goes into a chain."""
+    is_coded: bool = False
+    is_held: bool = False
+    """It is being read for a chain: its slot is not free, whatever became of it."""
 
     def __post_init__(self) -> None:
-        self.is_wanted = self.meta.get("durable", True)
+        self.is_wanted, self.is_delta = self.meta.get("durable", True), self.meta.get("delta", False)
 
     @property
     def is_complete(self) -> bool:
@@ -165,7 +170,7 @@ class PendingQueue:
             given_up = item.failures > 0 and item.is_complete and (has_newer or in_the_way)
             is_over = item.is_void or given_up or (has_newer and not item.is_wanted)
             is_written = item.written_at is not None  # the leader may be about to commit it
-            if item.is_done or (item is not busy and not is_written and is_over):
+            if not item.is_held and (item.is_done or (item is not busy and not is_written and is_over)):
                 self.items.remove(item)
                 out.append(item)
         return out
@@ -198,6 +203,11 @@ class PendingQueue:
         """Whether something is still to be written, now or later."""
         return any(item.is_wanted and not item.is_done for item in self.items)
 
+    def next_delta(self) -> Pending | None:
+        """The newest complete one that is to go into a chain."""
+        ready = [item for item in self.items if item.is_delta and not item.is_coded and item.is_complete]
+        return ready[-1] if ready else None
+
     def unused(self, generations: Iterable[int], busy: Pending | None) -> list[int]:
         """Arenas that nobody needs any more: all but the newest, once their snapshots are written."""
         used = {item.arena.shape.generation for item in (*self.items, *([busy] if busy else []))}
@@ -207,7 +217,8 @@ class PendingQueue:
 
     def has_incomplete(self) -> bool:
         """Whether something that is to be written may still become complete."""
-        return any(item.is_wanted and not item.is_done and item.is_unfinished for item in self.items)
+        wanted = [item for item in self.items if item.is_wanted or item.is_delta]
+        return any(not item.is_done and item.is_unfinished for item in wanted)
 
     def drop_incomplete(self) -> list[Pending]:
         """The trainer is dead: what is not complete never will be. Returns it."""

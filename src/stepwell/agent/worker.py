@@ -29,6 +29,7 @@ from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 
 if TYPE_CHECKING:
+    from stepwell.agent.chain import Chainer
     from stepwell.agent.flush import Flusher
 
 _RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
@@ -58,6 +59,7 @@ class Worker:
         self._writer = Writer()
         self.persister = Persister(RunPaths(Path()), self.log, self._writer, lineage=0)
         self.flusher: Flusher | None = None
+        self.chainer: Chainer | None = None
         self.storage_seconds = 120.0
         self._again: CheckpointId | None = None
         self._again_at = self._again_pause = 0.0
@@ -66,9 +68,14 @@ class Worker:
         self._voids: list[_Word] = []
 
     def serve(
-        self, paths: RunPaths, owner: Owner, lineage: int, keep: Keep, patience: float, levels: Message | None = None
-    ) -> None:
-        """A trainer said hello: this is its run. `levels`: its checkpoints go to this node first."""
+        self, paths: RunPaths, owner: Owner, lineage: int, keep: Keep, patience: float, levels: Message | None = None,
+        deltas: Message | None = None,
+    ) -> None:  # fmt: skip
+        """A trainer said hello: this is its run.
+
+        levels:  its checkpoints go to this node first
+        deltas:  what changes between them goes into chains
+        """
         self.lineage, self.keep = lineage, keep
         self.log.close()
         self.log = journal.EventLog(
@@ -94,12 +101,24 @@ class Worker:
             flusher.start()
         self._is_leader = owner.is_leader
         self._sweeps_due += self.persister.may_prune
+        if self.chainer is not None:
+            self.chainer.close()
+        self.chainer = None
+        if deltas is not None:
+            from stepwell.agent.chain import Chainer
+            from stepwell.codecs.message import load
+
+            self.chainer = Chainer(
+                load(deltas), paths, self.log, lineage, lock=self.lock, queue=self.queue, say=self._say
+            )
+            self.chainer.start()
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being done and nothing waits to be done."""
         is_done = self.busy is None and not self._sweeps_due and not self._voids and not self.queue.is_waiting()
         is_done = is_done and (self._again is None or self._again_at > 0)  # it may have to be carried on
+        is_done = is_done and (self.chainer is None or not self.chainer.is_busy)
         return is_done and (self.flusher is None or self.flusher.is_idle)
 
     def may_leave(self, late_seconds: float) -> bool:
@@ -108,8 +127,9 @@ class Worker:
         A place that fails is given as long as at any end of a run: nobody would ever end an agent that waits for it.
         """
         flusher = self.flusher
-        if self.busy is not None or flusher is None or flusher.is_idle:
-            return self.busy is None
+        is_busy = self.busy is not None or (self.chainer is not None and self.chainer.is_busy)
+        if is_busy or flusher is None or flusher.is_idle:
+            return not is_busy
         return not flusher.is_moving and late_seconds > self.storage_seconds
 
     def start(self) -> None:
@@ -150,6 +170,11 @@ class Worker:
             return self._rehold
         return self._sweep if self._sweeps_due else None
 
+    def _say(self, message: Message) -> None:
+        """Under the lock."""
+        self.outbox.append(message)
+        os.eventfd_write(self.wake, 1)
+
     def _sweep(self) -> None:
         sweeps = self._sweeps_due
         with contextlib.suppress(OSError, StepwellError):  # the same again after the next commit
@@ -181,7 +206,11 @@ class Worker:
             self.note_failure(pending, error, final=isinstance(error, (FencedError, VoidError)))
         else:
             if is_committed:
+                pending.is_held = self.chainer is not None
                 self.after_commit(pending, time.monotonic() - started)
+                if self.chainer is not None:
+                    self.chainer.rebase(pending)
+                    pending.is_held = False
             else:
                 self.note_written(pending)
 
@@ -238,7 +267,7 @@ class Worker:
     def say_void(self, void: Void) -> None:
         """The trainer could not even begin. Under the lock."""
         self._voids.append(_Word(void))
-        self.lock.notify()
+        self.lock.notify_all()
 
     def _void(self, word: _Word) -> None:
         again = None

@@ -79,6 +79,11 @@ def _dictionary(data: bytes) -> ZstdCompressionDict | None:
     return _zstd().ZstdCompressionDict(data) if data else None
 
 
+def check_installed() -> None:
+    """Raise ConfigError where the package is not there."""
+    _zstd()
+
+
 def _zstd() -> ModuleType:
     try:
         import zstandard

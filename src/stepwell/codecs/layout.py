@@ -49,6 +49,7 @@ class Deltas:
 
     parameters, first_moments, second_moments: codecs by role. All other state is stored as it is.
     every:         steps from one record to the next
+    worth:         seconds of work for which a restart takes what is lossy and newer, unless it is told otherwise
     small:         what becomes of parameters with fewer than `small_below` entries: `exact`, or `pool`, one table for
                    all of them (for networks that have no others)
     skip, skip_every: every so many records one is against the base, with this codec for the parameters; 0: never
@@ -62,6 +63,7 @@ class Deltas:
     first_moments: Spec = field(default_factory=lambda: Top(0))
     second_moments: Spec = field(default_factory=lambda: Top(3))
     every: int = 1
+    worth: float = 60.0
     small: Literal["exact", "pool"] = "exact"
     small_below: int = 4096
     skip: Spec = field(default_factory=lambda: Uniform(0.25))

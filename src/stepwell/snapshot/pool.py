@@ -34,14 +34,14 @@ class PageLocks(Protocol):
 @dataclass
 class Slot:
     """One slot's use. `sequence` is 0 while free; `plan` is the number of the plan whose header it holds; `is_over`:
-    its snapshot is complete or void.
+    its snapshot is complete or void; `is_read`: the agent reads it, and says when it is done with it.
     """
 
     index: int
     sequence: int = 0
     newest: int = 0
     plan: int = -1
-    is_durable: bool = True
+    is_read: bool = True
     is_over: bool = False
 
 
@@ -173,10 +173,10 @@ class SlotPool:
             self._changed.wait_for(lambda: not self._is_preparing)
             return self.arena is not None
 
-    def claim(self, sequence: int, *, is_durable: bool, block: bool) -> Slot | None:
+    def claim(self, sequence: int, *, is_read: bool, block: bool) -> Slot | None:
         """A slot that may be overwritten, the oldest first; None if all are busy and `block` is false.
 
-        What only stays in memory may be overwritten once a newer snapshot is complete: the agent never writes it
+        What only stays in memory may be overwritten once a newer snapshot is complete: the agent never reads it
         while this process lives.
         """
         with self._changed:
@@ -186,14 +186,14 @@ class SlotPool:
                     (
                         slot
                         for slot in self.slots
-                        if not slot.sequence or (not slot.is_durable and slot.is_over and slot.newest < newest)
+                        if not slot.sequence or (not slot.is_read and slot.is_over and slot.newest < newest)
                     ),
                     key=lambda slot: slot.newest,
                 )
                 if free:
                     slot = free[0]
                     slot.sequence = slot.newest = sequence
-                    slot.is_durable, slot.is_over = is_durable, False
+                    slot.is_read, slot.is_over = is_read, False
                     return slot
                 if not block:
                     return None

@@ -149,8 +149,8 @@ class Snapshotter:
         if arrangement.plan.number != self._sent_plan:
             self._client.send_layout(arrangement.plan.message())
             self._sent_plan = arrangement.plan.number
-        if self.pool.is_streaming:
-            return self._take_streamed(flat, arrangement, meta)
+        if self.pool.is_streaming:  # then nothing stays in memory
+            return self._take_streamed(flat, arrangement, meta) if meta["durable"] else self.pool.reason
         slot = self._claim(meta, block=block)
         if slot is None:
             return "all slots are still being written: storage does not keep up"
@@ -172,14 +172,14 @@ class Snapshotter:
         return inflight
 
     def _claim(self, meta: dict[str, Any], *, block: bool) -> Slot | None:
-        sequence, is_durable = self._number(), meta["durable"]
-        slot = self.pool.claim(sequence, is_durable=is_durable, block=False)
+        sequence, is_read = self._number(), meta["durable"] or meta["delta"]
+        slot = self.pool.claim(sequence, is_read=is_read, block=False)
         if slot is None:
-            if not self._wants_room and is_durable:
+            if not self._wants_room and meta["durable"]:
                 self._wants_room = True
                 self._client.send({"type": "make_room"})  # one that failed may be in the way of a newer one
-            slot = self.pool.claim(sequence, is_durable=is_durable, block=True) if block else None
-        if slot is not None and is_durable:
+            slot = self.pool.claim(sequence, is_read=is_read, block=True) if block else None
+        if slot is not None and meta["durable"]:
             self._wants_room = False
         return slot
 

@@ -1,0 +1,191 @@
+"""The chain beside a base: of snapshots that lie in memory, what changed is coded and appended, one after the other.
+
+Owns:    the thread, the chain that is being written, and when a new base is asked for.
+Not:     codes and records (codecs); bases, which are checkpoints as any other (persist).
+Holds:   a slot is not given back while it is being read. A snapshot that a newer one overtook is left out. A chain goes
+         on until the next base is committed. A failure costs the chain, never a checkpoint, and asks for a base.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepwell import journal
+from stepwell.agent.queue import Layout, Pending, PendingQueue
+from stepwell.arena.channel import Message
+from stepwell.codecs import events
+from stepwell.codecs.chain import ChainWriter
+from stepwell.codecs.layout import Deltas, Leaf, State
+from stepwell.errors import StepwellError
+from stepwell.faults import crash_point
+from stepwell.store import chains, files
+from stepwell.store.lineage import newest_number
+from stepwell.store.paths import RunPaths
+from stepwell.types import CheckpointId
+
+_KEPT_CHAINS = 2
+_LIVE = 0
+"""Number of the file of live leaves in a record; what is frozen does not change and is in the base."""
+
+
+class Chainer:
+    """Writes one chain after the other. Constructing only assigns; `start` makes the thread appear.
+
+    lock, queue: the worker's; say: puts a message into its outbox, under the lock
+    """
+
+    def __init__(self, deltas: Deltas, paths: RunPaths, log: journal.EventLog, lineage: int, *,
+                 lock: threading.Condition, queue: PendingQueue, say: Callable[[Message], None]) -> None:  # fmt: skip
+        self._deltas, self._paths, self._log, self._lineage = deltas, paths, log, lineage
+        self._lock, self._queue, self._say = lock, queue, say
+        self._chain: tuple[CheckpointId, ChainWriter] | None = None
+        self._next: tuple[CheckpointId, ChainWriter] | None = None
+        self._is_asked = self._is_closed = False
+        self.is_busy = False
+
+    def start(self) -> None:
+        """Begin to work."""
+        threading.Thread(target=self._work, daemon=True, name="stepwell-chain").start()
+
+    def close(self) -> None:
+        """Another trainer is served from here on. Under the lock."""
+        self._is_closed = True
+        self._lock.notify_all()
+
+    def rebase(self, pending: Pending) -> None:
+        """A checkpoint is committed and its slot still holds it: records against it follow. The worker's thread."""
+        if pending.is_delta or pending.suspect() is not None or pending.id.lineage != self._lineage:
+            return
+        started = time.monotonic()
+        try:
+            crash_point("chain.base")
+            chain = self._begin(pending)
+        except (OSError, StepwellError, MemoryError) as error:
+            self._log.emit(events.ChainEnded(base=pending.id.directory, reason=f"no chain: {error}"))
+            return
+        seconds = time.monotonic() - started
+        self._log.emit(
+            events.ChainBegun(base=pending.id.directory, codec=self._deltas.parameters.text, seconds=seconds)
+        )
+        with self._lock:
+            self._next, self._is_asked = (pending.id, chain), False
+            self._lock.notify_all()
+
+    def _begin(self, pending: Pending) -> ChainWriter:
+        path = chains.chain_path(self._paths, pending.id)
+        files.make_directory(path.parent)
+        shard = self._paths.checkpoint(pending.id) / f"{pending.owner.stem}.safetensors"
+        assert isinstance(shard, Path)
+        layout = pending.layout
+        return ChainWriter.start(
+            path, _leaves(layout), _state(pending), step=pending.id.step, deltas=self._deltas,
+            base=lambda: _cut(layout, np.memmap(shard, np.uint8, "r")),
+        )  # fmt: skip
+
+    def _work(self) -> None:
+        try:
+            while (pending := self._take()) is not None:
+                self._append(pending)
+                with self._lock:
+                    self.is_busy = pending.is_held = False
+        except BaseException:  # a thread that ends quietly would leave a chain that never grows again
+            traceback.print_exc()
+            os._exit(1)  # the trainer starts another agent
+
+    def _take(self) -> Pending | None:
+        """Wait for the next snapshot; None: closed."""
+        with self._lock:
+            while not self._is_closed:
+                pending = self._queue.next_delta()
+                if pending is not None:
+                    pending.is_coded = self.is_busy = pending.is_held = True
+                    return pending
+                self._lock.wait(0.2)
+            return None
+
+    def _append(self, pending: Pending) -> None:
+        with self._lock:
+            if self._next is not None:
+                if self._chain is not None:
+                    self._chain[1].close()
+                self._chain, self._next = self._next, None
+                is_first = True
+            else:
+                is_first = False
+        step = pending.id.step
+        if self._chain is None:
+            self._ask("there is no base yet")
+            return
+        base, chain = self._chain
+        if (suspect := pending.suspect()) is not None:
+            self._log.emit(events.DeltaSkipped(step=step, reason=suspect))
+            return
+        if step <= base.step:
+            return
+        started = time.monotonic()
+        try:
+            crash_point("chain.begin")
+            done = chain.append(step, _state(pending), _note(pending))
+            crash_point("chain.appended")
+            why = chain.refresh()
+        except (OSError, StepwellError, MemoryError) as error:
+            self._log.emit(events.ChainEnded(base=base.directory, reason=str(error)))
+            chain.close()
+            self._chain = None
+            self._ask(str(error))
+            return
+        self._log.emit(
+            events.Delta(
+                step=step,
+                base=base.directory,
+                number=done.number,
+                sort=done.kind,
+                nbytes=done.nbytes,
+                kept=done.kept,
+                error=done.error,
+                seconds=time.monotonic() - started,
+            )
+        )
+        with self._lock:
+            self._say({"type": "delta", "step": step})
+        if why is not None:
+            self._ask(why)
+        if is_first and newest_number(self._paths) == self._lineage:
+            chains.remove_chains(self._paths, _KEPT_CHAINS)
+
+    def _ask(self, reason: str) -> None:
+        """Once, until there is a base."""
+        with self._lock:
+            if not self._is_asked and not self._queue.is_waiting():
+                self._is_asked = True
+                self._say({"type": "base_due", "reason": reason})
+
+
+def _leaves(layout: Layout) -> list[Leaf]:
+    return [Leaf(leaf.name, leaf.dtype, leaf.shape, leaf.role) for leaf in layout.leaves if leaf.file == _LIVE]
+
+
+def _state(pending: Pending) -> State:
+    """The leaves of a snapshot as they lie in the arena."""
+    image = pending.arena.image(pending.slot, pending.layout.nbytes)
+    return _cut(pending.layout, np.frombuffer(image, np.uint8))
+
+
+def _cut(layout: Layout, image: np.ndarray[Any, np.dtype[np.uint8]]) -> State:
+    found = {leaf.name: image[leaf.start : leaf.end] for leaf in layout.leaves if leaf.file == _LIVE}
+    floats = {leaf.name for leaf in layout.leaves if leaf.dtype == "float32"}
+    return {name: part.view(np.float32) if name in floats else part for name, part in found.items()}
+
+
+def _note(pending: Pending) -> bytes:
+    meta = pending.meta
+    return json.dumps({key: meta[key] for key in ("created", "epoch_end", "finished", "tree")}).encode()

@@ -1,0 +1,42 @@
+"""Which records a chain has, without applying them.
+
+Holds:   only records whose bytes are whole are listed, in the order of their numbers; what is not whole ends a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from stepwell.codecs.record import Head, cut, load_note
+from stepwell.codecs.segment import list_segments, read_records
+from stepwell.errors import DamagedError
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One record. `note`: reads what its writer noted."""
+
+    number: int
+    step: int
+    nbytes: int
+    note: Callable[[], bytes]
+
+
+def list_records(directory: Path) -> list[Listed]:
+    """All records that are whole; a reader may still find that one of them does not fit the one before."""
+    found: list[Listed] = []
+    for _, path in list_segments(directory):
+        try:
+            for item in read_records(path):
+                head, body = item.head, item.body
+                found.append(Listed(head.number, head.step, len(body), partial(_note, head, body)))
+        except DamagedError:
+            continue
+    return found
+
+
+def _note(head: Head, body: memoryview) -> bytes:
+    return load_note(cut(body, head.parts + 1)[-1])

@@ -1,0 +1,50 @@
+"""Where chains of lossy records lie in a run, and how one goes.
+
+Owns:    `chains/<base>/` in the run's directory, one for each base that has records.
+Not:     what is in them (codecs).
+Holds:   a chain loses its document first, so that what remains after a crash is no chain.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from stepwell.faults import crash_point
+from stepwell.store import files
+from stepwell.store.objects import ObjectPath
+from stepwell.store.paths import RunPaths
+from stepwell.types import CheckpointId
+
+_DOCUMENT: Final = "chain.json"
+
+
+def chain_path(paths: RunPaths, base: CheckpointId) -> Path:
+    """Where the records against a base lie. Runs in buckets have none: nothing can be appended there."""
+    assert not isinstance(paths.root, ObjectPath)
+    return paths.root / "chains" / base.directory
+
+
+def list_chains(paths: RunPaths) -> list[tuple[CheckpointId, Path]]:
+    """Bases and their chains, the newest first."""
+    if isinstance(paths.root, ObjectPath):
+        return []
+    directory = paths.root / "chains"
+    ids = [id for id in map(CheckpointId.parse, files.list_names(directory)) if id is not None]
+    found = [(id, directory / id.directory) for id in sorted(ids, reverse=True)]
+    return [(id, path) for id, path in found if files.is_directory(path) and files.exists(path / _DOCUMENT)]
+
+
+def remove_chains(paths: RunPaths, keep: int) -> None:
+    """Remove all but the newest ones, and what is left of those that were being removed."""
+    kept = {id for id, _ in list_chains(paths)[:keep]}
+    assert not isinstance(paths.root, ObjectPath)
+    for name in files.list_names(paths.root / "chains"):
+        path, id = paths.root / "chains" / name, CheckpointId.parse(name)
+        if id is not None and id not in kept and files.is_directory(path):
+            crash_point("chain.prune")
+            files.remove(path / _DOCUMENT)
+            files.sync_directory(path)
+            for other in files.list_names(path):
+                files.remove(path / other)
+            files.remove_directory(path)

@@ -76,6 +76,10 @@ POINTS: Final[dict[str, str]] = {
     "node.linked": "trainer: that is decided, directory not synced",
     **{f"rebuild.{part}": f"trainer: {part} % of a lost shard are computed again" for part in PARTS},
     "rebuild.computed": "trainer: a lost shard is computed again, under a temporary name",
+    "chain.base": "agent: a base is committed, records against it are about to follow",
+    "chain.begin": "agent: a snapshot is about to be coded",
+    "chain.appended": "agent: its record is durable, nobody told",
+    "chain.prune": "agent: before an old chain goes",
     "lineage.linked": "trainer: the next lineage exists, directory not synced",
     "restore.loaded": "trainer: state is back, no lineage yet",
 }
@@ -90,6 +94,8 @@ OF_LEVELS: Final = frozenset(
 """Points that are passed only where checkpoints go to nodes first. A trainer that makes a lost shard again passes those
 of copying too.
 """
+OF_CHAINS: Final = frozenset(point for point in POINTS if point.startswith("chain."))
+"""Points that are passed only with `deltas=`."""
 OPERATIONS: Final = (
     "open", "write", "fallocate", "truncate", "fsync", "fsync_dir", "rename", "mkdir", "link", "unlink", "rmdir",
 )  # fmt: skip

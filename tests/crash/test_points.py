@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from stepwell.faults import OF_LEVELS, OF_MANY, POINTS
+from stepwell.faults import OF_CHAINS, OF_LEVELS, OF_MANY, POINTS
 from tests.crash.harness import Ending, Run
 from tests.crash.scenes import AT_START, Scene, Victim, play
 
@@ -17,7 +17,7 @@ EVERYBODY = get_args(Victim)
 
 def scenes(victims: Sequence[Victim], *numbers: int) -> list[Scene]:
     found = []
-    for point in (point for point in POINTS if point not in OF_MANY | OF_LEVELS):
+    for point in (point for point in POINTS if point not in OF_MANY | OF_LEVELS | OF_CHAINS):
         for victim in victims:
             if victim == "agent" and point in AT_START:
                 continue  # there is no agent yet that belongs to this trainer

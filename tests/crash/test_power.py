@@ -25,7 +25,7 @@ from stepwell import journal
 from stepwell.agent import persist, writer
 from stepwell.agent.persist import Persister
 from stepwell.errors import DamagedError, StepwellError
-from stepwell.faults import OF_LEVELS, OF_MANY, POINTS
+from stepwell.faults import OF_CHAINS, OF_LEVELS, OF_MANY, POINTS
 from stepwell.store import catalog, commit, files, retention, spare
 from stepwell.store.paths import RunPaths
 from stepwell.types import Keep
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 SAVES = 4
 FROZEN_BYTES = 3_000
 DRAWS = [("nothing", 0), ("everything", 0)] + [(mode, seed) for mode in ("prefix", "any") for seed in range(4)]
-ELSEWHERE = OF_MANY | OF_LEVELS
+ELSEWHERE = OF_MANY | OF_LEVELS | OF_CHAINS
 AGENT_POINTS = [point for point, text in POINTS.items() if text.startswith("agent") and point not in ELSEWHERE]
 
 

@@ -22,11 +22,12 @@ BATCHES = 12
 
 
 def main() -> None:
-    from stepwell import Checkpointer, Every
+    from stepwell import Checkpointer, Deltas, Every
+    from stepwell.codecs.spec import parse
 
     get = os.environ.get
     width, workers, pace = int(get("TRAIN_WIDTH", "64")), int(get("TRAIN_WORKERS", "0")), float(get("TRAIN_PACE", "0"))
-    memory, in_memory = get("TRAIN_HOST_MEMORY"), get("TRAIN_IN_MEMORY")
+    memory, in_memory, codec = get("TRAIN_HOST_MEMORY"), get("TRAIN_IN_MEMORY"), get("TRAIN_DELTAS")
     torch.set_num_threads(1)
     torch.manual_seed(1)
     numpy.random.seed(2)
@@ -51,6 +52,7 @@ def main() -> None:
         sys.argv[1],
         policy=Every(steps=int(get("TRAIN_EVERY", "4"))),
         memory=None if in_memory is None else Every(steps=int(in_memory)),
+        deltas=None if codec is None else Deltas(parameters=parse(codec), small="pool"),
         data=loader,
         seed=7,
         grace=None,
@@ -59,7 +61,7 @@ def main() -> None:
         optimizer=optimizer,
         scheduler=scheduler,
     )
-    restored = ckpt.restore()
+    restored = ckpt.restore(prefer=get("TRAIN_PREFER"))
     if restored and get("TRAIN_FORGET"):  # the control of the harness: a resume that loses something
         model[1].reset_running_stats()
     for _ in ckpt.epochs(int(get("TRAIN_EPOCHS", str(EPOCHS)))):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stepwell.faults import OF_LEVELS, POINTS
+from stepwell.faults import OF_CHAINS, OF_LEVELS, POINTS
 from tests.crash.harness import Process, wait_for
 from tests.ranks.conftest import MakeJob
 from tests.ranks.test_odd import Odd
@@ -38,7 +38,7 @@ WISHES: dict[str, Any] = {"steps": 30, "pause": 0.02}
 
 def scenes() -> list[Any]:
     found = []
-    for point in [point for point in POINTS if point not in OF_LEVELS | ALONE]:
+    for point in [point for point in POINTS if point not in OF_LEVELS | OF_CHAINS | ALONE]:
         is_leader = point in LEADER or point.startswith(("manifest.", "prune."))
         for rank in (0,) if is_leader else (0, 1):
             victims = ["rank"] if point in AT_START else ["agent", "rank", "both"]

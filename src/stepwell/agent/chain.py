@@ -106,26 +106,17 @@ class Chainer:
         with self._lock:
             while not self._is_closed:
                 pending = self._queue.next_delta()
-                if pending is not None:
+                if pending is not None and self._chain is None and self._next is None:
+                    self._ask("there is no base yet")  # until there is one it stays what is coded next
+                elif pending is not None:
                     pending.is_coded = self.is_busy = pending.is_held = True
                     return pending
                 self._lock.wait(0.2)
             return None
 
     def _append(self, pending: Pending) -> None:
-        with self._lock:
-            if self._next is not None:
-                if self._chain is not None:
-                    self._chain[1].close()
-                self._chain, self._next = self._next, None
-                is_first = True
-            else:
-                is_first = False
+        is_first, (base, chain) = self._newest_chain()
         step = pending.id.step
-        if self._chain is None:
-            self._ask("there is no base yet")
-            return
-        base, chain = self._chain
         if (suspect := pending.suspect()) is not None:
             self._log.emit(events.DeltaSkipped(step=step, reason=suspect))
             return
@@ -161,6 +152,17 @@ class Chainer:
             self._ask(why)
         if is_first and newest_number(self._paths) == self._lineage:
             chains.remove_chains(self._paths, _KEPT_CHAINS)
+
+    def _newest_chain(self) -> tuple[bool, tuple[CheckpointId, ChainWriter]]:
+        """The chain to append to, and whether nothing is in it yet."""
+        with self._lock:
+            is_first = self._next is not None
+            if self._next is not None:
+                if self._chain is not None:
+                    self._chain[1].close()
+                self._chain, self._next = self._next, None
+            assert self._chain is not None
+            return is_first, self._chain
 
     def _ask(self, reason: str) -> None:
         """Once, until there is a base."""

@@ -366,9 +366,9 @@ class Run:
         wait_for(lambda: not any(has_socket(pid) for pid in agents), "sockets are gone", 5)
 
 
-def undisturbed(server: Server, folder: Path) -> Ending:
+def undisturbed(server: Server, folder: Path, **env: str) -> Ending:
     """How the run ends when nothing happens to it."""
-    run = Run(server, folder / "run", folder / "log")
+    run = Run(server, folder / "run", folder / "log", **env)
     assert run.start().wait() == 0, run.trainers[0].log()
     run.wait_gone()
     return run.ending()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +22,8 @@ Walked = tuple[Small, dict[int, State], Path]
 def walked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walked]:
     """A run of some steps, the truth, and what is on disk after the last one."""
     folder = tmp_path_factory.mktemp("walked")
-    run = chained(folder / "run")
-    truth = train(run, STEPS)
-    left = crashed(run, folder / "left")
+    run, left = chained(folder / "run"), folder / "left"
+    truth = train(run, STEPS + 2, lambda step: crashed(run, left) if step == STEPS else None)
     yield run, truth, left
     run.ckpt.close(save=False)
 
@@ -34,10 +34,7 @@ def left(walked: Walked, tmp_path: Path) -> Path:
 
 
 def crashed_again(source: Path, to: Path) -> Path:
-    import shutil
-
-    shutil.copytree(source, to)
-    return to
+    return Path(shutil.copytree(source, to))
 
 
 def bases(where: Path) -> list[int]:
@@ -53,10 +50,9 @@ def reopen(where: Path, prefer: str | None = None, *, step: int | None = None, b
 
 def test_every_step_is_in_a_record_or_a_base(walked: Walked) -> None:
     run, truth, _ = walked
-    first = run.events("chain-begun")[0]["base"]
     durable = {event["step"] for event in run.events("delta") + run.events("commit")}
-    begun = int(first.split("-")[1].split(".")[0])
-    assert begun <= 6 and durable >= set(range(begun, STEPS)), "all from the first base on"
+    first = run.events("delta")[0]["step"]
+    assert first < STEPS // 2 and durable >= set(range(first, max(truth))), "all, once there is a chain"
     assert {event["sort"] for event in run.events("delta")} == {"delta", "skip"}
 
 
@@ -84,10 +80,8 @@ def test_what_is_not_quantised_comes_back_to_the_bit(walked: Walked, left: Path)
     for name in found:
         if name.endswith("exp_avg_sq"):
             assert bool((found[name] > 0).eq(wanted[name] > 0).all()), "no second moment becomes zero"
-    more = train(run, 2)
-    assert min(more) == STEPS + 1
-    follow = train(before, 2)
-    assert sorted(follow) == sorted(more) and before.seen[-2:] == run.seen[-2:], "the same next samples"
+    assert sorted(train(run, 2)) == [STEPS + 1, STEPS + 2]
+    assert before.seen[-2:] == run.seen[-2:], "the same next samples"
     run.ckpt.close(save=False)
 
 
@@ -165,12 +159,12 @@ def test_records_beyond_where_the_run_went_on_are_history_no_more(left: Path, tm
     """The run goes on exactly from the base, so that the records after it are of an abandoned branch."""
     run = reopen(left, "exact")
     base = run.ckpt.status().step
-    train(run, 2)
+    train(run, 8)
     assert run.ckpt.status().step < STEPS
     after = crashed(run, tmp_path / "after")
     run.ckpt.close(save=False)
     again = reopen(after, "newest")
-    assert base < again.ckpt.status().step <= base + 3 < STEPS
+    assert base < again.ckpt.status().step <= base + 8 < STEPS
     again.ckpt.close(save=False)
 
 

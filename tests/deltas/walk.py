@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 import stepwell
-from tests.loop.small import Small
+from tests.loop.small import Numbers, Small
 
 State = dict[str, torch.Tensor]
 SECONDS = 60.0
 
 
-def chained(where: Path, **options: Any) -> Small:
-    """Bases only when they are asked for; one table for all parameters, which are few."""
+class Wide(Small):
+    """Enough parameters that a record is small beside a base."""
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.seed)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(8, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 128), torch.nn.Linear(128, 1)
+        )
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.numbers = Numbers()
+        self.loader = DataLoader(self.numbers, batch_size=4, shuffle=True)
+        self.ckpt = stepwell.Checkpointer(
+            self.where, model=self.model, optimizer=self.optimizer, data=self.loader, seed=7, **self.options
+        )
+        self.seen = []
+
+
+def chained(where: Path, **options: Any) -> Wide:
+    """Bases only when the chain asks for them."""
     usual = {"deltas": stepwell.Deltas(small="pool"), "policy": stepwell.Never()}
-    return Small(where, {**usual, **options})
+    return Wide(where, {**usual, **options})
 
 
 def state_of(run: Small) -> State:
@@ -30,13 +49,18 @@ def state_of(run: Small) -> State:
     return found
 
 
-def train(run: Small, steps: int, *, until: int = 10**9) -> dict[int, State]:
-    """So many more steps, each in a record or a checkpoint before the next. The state after each."""
+def train(run: Small, steps: int, at: Callable[[int], None] = lambda step: None) -> dict[int, State]:
+    """So many steps, each durable before the next, once there is a base. Returns the state after each.
+
+    at:  called after each step, when it is
+    """
     truth: dict[int, State] = {}
+    first = run.ckpt.status().committed_step
     for epoch in run.ckpt.epochs(1000):
         for batch in run.ckpt.data:
-            if truth or run.ckpt.status().step:
-                settle(run)
+            if truth:
+                settle(run, first)
+                at(max(truth))
             if len(truth) == steps:
                 return truth
             run.seen.append((epoch, [int(value) for value in batch[:, 0]]))
@@ -45,13 +69,13 @@ def train(run: Small, steps: int, *, until: int = 10**9) -> dict[int, State]:
     return truth
 
 
-def settle(run: Small) -> None:
-    """Wait until the step is durable, in a record or as a base, if there is a base at all."""
+def settle(run: Small, first: int | None) -> None:
+    """Wait until the step is in a record or a base. `first`: the checkpoint that was there before this process."""
     deadline = time.monotonic() + SECONDS
     while True:
         status = run.ckpt.status()
         reached = max(status.delta_step or 0, status.committed_step or 0)
-        if reached >= status.step or status.committed_step is None:
+        if reached >= status.step or status.committed_step == first:
             return
         assert time.monotonic() < deadline, status
         time.sleep(0.001)
@@ -59,8 +83,7 @@ def settle(run: Small) -> None:
 
 def crashed(run: Small, to: Path) -> Path:
     """What is on disk now, in another place: no agent and no memory belong to it."""
-    shutil.copytree(run.where, to)
-    return to
+    return Path(shutil.copytree(run.where, to))
 
 
 def distance(found: State, truth: State, start: State) -> float:

@@ -68,6 +68,8 @@ class Chainer:
         started = time.monotonic()
         try:
             crash_point("chain.base")
+            if newest_number(self._paths) == self._lineage:
+                chains.remove_chains(self._paths, _KEPT_CHAINS)  # not by the other thread: it might meet the new one
             chain = self._begin(pending)
         except (OSError, StepwellError, MemoryError) as error:
             self._log.emit(events.ChainEnded(base=pending.id.directory, reason=f"no chain: {error}"))
@@ -115,7 +117,7 @@ class Chainer:
             return None
 
     def _append(self, pending: Pending) -> None:
-        is_first, (base, chain) = self._newest_chain()
+        base, chain = self._newest_chain()
         step = pending.id.step
         if (suspect := pending.suspect()) is not None:
             self._log.emit(events.DeltaSkipped(step=step, reason=suspect))
@@ -150,19 +152,16 @@ class Chainer:
             self._say({"type": "delta", "step": step})
         if why is not None:
             self._ask(why)
-        if is_first and newest_number(self._paths) == self._lineage:
-            chains.remove_chains(self._paths, _KEPT_CHAINS)
 
-    def _newest_chain(self) -> tuple[bool, tuple[CheckpointId, ChainWriter]]:
-        """The chain to append to, and whether nothing is in it yet."""
+    def _newest_chain(self) -> tuple[CheckpointId, ChainWriter]:
+        """The chain to append to."""
         with self._lock:
-            is_first = self._next is not None
             if self._next is not None:
                 if self._chain is not None:
                     self._chain[1].close()
                 self._chain, self._next = self._next, None
             assert self._chain is not None
-            return is_first, self._chain
+            return self._chain
 
     def _ask(self, reason: str) -> None:
         """Once, until there is a base."""

@@ -34,7 +34,7 @@ from stepwell.codecs.parts import Facts, Memory, code
 from stepwell.codecs.record import Head, body_digest
 from stepwell.codecs.replay import read_base
 from stepwell.codecs.segment import BASE_NAME, Appender, list_segments, segment_name, sync_directory
-from stepwell.errors import ConfigError, PersistError
+from stepwell.errors import ConfigError, DamagedError, PersistError
 
 _SETTLED: Final = 16
 """From this record on the error says something: at first nearly all of a small way is missing."""
@@ -93,6 +93,10 @@ class ChainWriter:
                 return read_base(directory, about).without_held()
             found = Image(about.parts, image.held)
             found.fill(found.split(base()))
+            if found.digest() != about.base:
+                raise DamagedError(
+                    f"{directory}: the base is not what it was when the chain began", path=str(directory)
+                )
             return found
 
         _put(directory / document.NAME, about.dump())
@@ -192,9 +196,9 @@ class ChainWriter:
             return self._broken
         if self._number >= limits.most_records:
             return f"{self._number} records"
-        stored = sum(os.stat(path).st_size for _, path in list_segments(self._directory))
-        if stored > self._document.nbytes:
-            return f"the records have {stored} bytes, the base {self._document.nbytes}"
+        needed = max((os.stat(path).st_size for _, path in list_segments(self._directory)), default=0)
+        if needed > self._document.nbytes:
+            return f"a restore has to read {needed} bytes of records, and {self._document.nbytes} of the base"
         if self._number and self._kept < limits.least_kept:
             return f"{self._kept:.2%} of the entries got a symbol"
         if self._number >= _SETTLED and self._error > limits.most_error:

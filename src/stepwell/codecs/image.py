@@ -1,7 +1,7 @@
 """The reader's state of a whole chain: one array for each part, what records are applied to and digests are taken of.
 
-Holds:   the digest covers every byte of the state; two images of one layout with equal digests hold the same bits. Of
-         parts that records never change a writer keeps the digest alone.
+Holds:   the digest covers every byte of the state (`signature` says how well). Of parts that records never change a
+         writer keeps the digest alone.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import xxhash
 
 from stepwell.codecs.floats import AnyArray
 from stepwell.codecs.layout import Part, State, as_bytes, flat
+from stepwell.codecs.signature import part_digest, signature, state_digest
 from stepwell.errors import StateError
-
-DIGEST_NBYTES = 16
 
 
 class Image:
@@ -58,14 +56,12 @@ class Image:
                 array[slot.start : slot.start + piece.size] = piece
 
     def digest(self) -> bytes:
-        """xxh3-128 over those of the parts."""
-        whole = xxhash.xxh3_128()
-        for number in range(len(self.parts)):
-            whole.update(self._part_digest(number))
-        return whole.digest()
+        """Of the whole state."""
+        return state_digest(self._part_digest(number) for number in range(len(self.parts)))
 
     def _part_digest(self, number: int) -> bytes:
-        return self.held.get(number) or xxhash.xxh3_128_digest(as_bytes(self.arrays[number]).data)
+        array = self.arrays[number]
+        return self.held.get(number) or part_digest(array.nbytes, signature(as_bytes(array)))
 
     def leaves(self) -> dict[str, AnyArray]:
         """Values by name, as views: float32 with their shape, everything else as bytes."""

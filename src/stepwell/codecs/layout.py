@@ -67,7 +67,7 @@ class Deltas:
     small: Literal["exact", "pool"] = "exact"
     small_below: int = 4096
     skip: Spec = field(default_factory=lambda: Uniform(0.25))
-    skip_every: int = 16
+    skip_every: int = 8
     most_records: int = 64
     most_error: float = 0.3
     least_kept: float = 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -16,7 +17,9 @@ from stepwell.codecs.floats import MOST_EXPONENT, AnyArray, Bytes, Floats, is_fi
 from stepwell.codecs.histogram import CHUNK, Piece, chunks, difference
 from stepwell.codecs.tables import Rooms, Table
 
-_LIMIT = 2.0 ** (MOST_EXPONENT + 1 - 127)
+_LIMIT: Final = 2.0 ** (MOST_EXPONENT + 1 - 127)
+_STRETCH: Final = 2 * CHUNK
+"""Entries that are decoded at once: with less beside them in the cache, more of them measured faster."""
 
 
 @dataclass
@@ -60,7 +63,7 @@ def unpack(packed: Bytes, bits: int) -> Bytes:
 class Decoder:
     """What packed symbols add, looked up four at a time (two, if they have eight bits) as one wide number."""
 
-    def __init__(self, table: Table, bits: int) -> None:
+    def __init__(self, table: Table, bits: int, most: int) -> None:
         each = 2 if bits == 8 else 4
         wide = np.complex64 if each == 2 else np.complex128
         self._word = np.dtype(np.uint8 if bits == 2 else np.uint16)
@@ -71,11 +74,11 @@ class Decoder:
             filled = lookup[(slice(0, known.size),) * each]
             filled[..., place] = known.reshape([-1 if axis == each - 1 - place else 1 for axis in range(each)])
         self._lookup: AnyArray = lookup.reshape(-1).view(wide)
-        self._indices = np.empty(CHUNK // each, np.intp)
-        self._found: AnyArray = np.empty(CHUNK // each, wide)
+        self._indices = np.empty(-(-most // each), np.intp)
+        self._found: AnyArray = np.empty(-(-most // each), wide)
 
     def add(self, packed: Bytes, state: Floats) -> None:
-        """Move one chunk of the state on."""
+        """Move one chunk of the state on, of at most `most` entries."""
         words = (packed if packed.size % self._word.itemsize == 0 else np.append(packed, np.uint8(0))).view(self._word)
         indices, found = self._indices[: words.size], self._found[: words.size]
         np.copyto(indices, words, casting="unsafe")
@@ -94,7 +97,7 @@ def encode(pieces: Sequence[Piece], table: Table, bits: int, out: Bytes) -> Outc
 
     Where the outcome is not sound the state is of no use and has to be replaced by the values themselves.
     """
-    outcome, decoder, rooms = Outcome(), Decoder(table, bits), Rooms()
+    outcome, decoder, rooms = Outcome(), Decoder(table, bits, CHUNK), Rooms()
     room, codes_room = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.uint8)
     position = 0
     for values, state in chunks(pieces):
@@ -120,10 +123,10 @@ def encode(pieces: Sequence[Piece], table: Table, bits: int, out: Bytes) -> Outc
 
 def decode(states: Iterable[Floats], table: Table, bits: int, packed: Bytes) -> None:
     """Add the packed symbols of a group to its state."""
-    decoder, position = Decoder(table, bits), 0
+    decoder, position = Decoder(table, bits, _STRETCH), 0
     for state in states:
-        for start in range(0, state.size, CHUNK):
-            part = state[start : start + CHUNK]
+        for start in range(0, state.size, _STRETCH):
+            part = state[start : start + _STRETCH]
             nbytes = packed_nbytes(part.size, bits)
             decoder.add(packed[position : position + nbytes], part)
             position += nbytes

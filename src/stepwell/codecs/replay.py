@@ -1,9 +1,9 @@
 """Reading a chain back: the base, the newest skip record that is good, and the records after it as far as they are.
 
 Owns:    the order of reading, and every check on the way.
-Holds:   a record is applied only to the state it was made for, and counts only if the state it leads to has the digest
-         it says. The first record that is not good ends the chain at the one before; the answer says where and why. The
-         result never holds half of a record.
+Holds:   a record is applied only if its bytes have their checksum and it says that it is for the state that the one
+         before says it leads to; what is given back has the digest that the last record says. The first record that is
+         not good ends the chain at the one before; the answer says where and why. The result never holds half of one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stepwell.codecs.floats import AnyArray
 from stepwell.codecs.image import Image
 from stepwell.codecs.layout import State
 from stepwell.codecs.parts import Memory, apply
-from stepwell.codecs.record import HEAD_NBYTES
+from stepwell.codecs.record import HEAD_NBYTES, Head
 from stepwell.codecs.segment import BASE_NAME, Found, list_segments, read_records
 from stepwell.errors import ConfigError, DamagedError
 
@@ -56,6 +56,7 @@ class _Attempt:
     digest: bytes
     replayed: int
     note: bytes = b""
+    is_half: bool = False
     error: DamagedError | None = None
 
 
@@ -127,22 +128,33 @@ def restore(directory: Path, *, base: State | None = None, until: int | None = N
 
 
 def _replay(about: Document, path: Path, first: int, load: Callable[[], Image], until: int | None) -> _Attempt:
-    """As far as one segment goes. What a bad record may have left half applied is made again without it."""
-    attempt = _advance(about, path, first, load(), until)
-    if attempt.error is not None and attempt.number:
-        again = _advance(about, path, first, load(), attempt.number)
-        again.error = attempt.error
-        return again
-    return attempt
+    """As far as one segment goes.
+
+    The digest is taken of the last state alone. Only if it is not the right one is every state looked at, to find the
+    first that is not. What a bad record left half applied, or led to, is made again without it.
+    """
+    error, check_each = None, False
+    while True:
+        attempt = _advance(about, path, first, load(), until, check_each)
+        attempt.error = error = attempt.error or error
+        is_sound = not attempt.is_half and (check_each or attempt.image.digest() == attempt.digest)
+        if is_sound or not attempt.number:
+            return attempt
+        until, check_each = attempt.number if attempt.is_half else until, True
 
 
-def _advance(about: Document, path: Path, first: int, image: Image, until: int | None) -> _Attempt:
+def _advance(about: Document, path: Path, first: int, image: Image, until: int | None, check_each: bool) -> _Attempt:
     done = _Attempt(image, 0, about.step, about.base, 0)
     memories = [Memory() for _ in about.parts]
     expected = first
     try:
         for found in read_records(path):
-            memories = _apply(about, found, expected, done, memories, str(path))
+            _check_place(about, found.head, expected, done, str(path))
+            done.is_half = True
+            memories = _apply(about, found, done, memories)
+            if check_each:
+                _check(done.image, found.head.after, str(path))
+            done.is_half = False
             done.number, done.step, done.digest = expected, found.head.step, found.head.after
             done.replayed += 1
             if expected == until:
@@ -156,10 +168,7 @@ def _advance(about: Document, path: Path, first: int, image: Image, until: int |
     return done
 
 
-def _apply(
-    about: Document, found: Found, expected: int, done: _Attempt, memories: list[Memory], path: str
-) -> list[Memory]:
-    head = found.head
+def _check_place(about: Document, head: Head, expected: int, done: _Attempt, path: str) -> None:
     is_first = done.number == 0
     is_skip = head.kind == record.SKIP
     if head.number != expected:
@@ -174,10 +183,13 @@ def _apply(
         raise DamagedError(f"{path}: it belongs to another chain", path=path)
     if head.before != done.digest or head.step <= done.step:
         raise DamagedError(f"{path}: it is for another state than the one before it", path=path)
+
+
+def _apply(about: Document, found: Found, done: _Attempt, memories: list[Memory]) -> list[Memory]:
+    head, is_skip = found.head, found.head.kind == record.SKIP
     *sections, note = record.cut(found.body, head.parts + 1)
     for part, section, array, memory in zip(about.parts, sections, done.image.arrays, memories, strict=True):
         apply(part.for_skip(about.skip) if is_skip else part, section, array, memory)
-    _check(done.image, head.after, path)
     done.note = record.load_note(note)
     return [Memory() for _ in about.parts] if is_skip else memories
 

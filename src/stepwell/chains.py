@@ -19,8 +19,9 @@ import numpy as np
 
 from stepwell import journal
 from stepwell.codecs.events import Lossy
-from stepwell.codecs.listing import Listed, list_records
-from stepwell.codecs.replay import read_document, restore
+from stepwell.codecs.listing import Listed, check_records, list_records
+from stepwell.codecs.replay import Restored, read_document, restore
+from stepwell.codecs.segment import list_segments
 from stepwell.errors import DamagedError
 from stepwell.format.checksum import BLOCK_BYTES, block_digest
 from stepwell.format.record import FileEntry, LeafEntry, Record
@@ -31,6 +32,8 @@ from stepwell.store import catalog
 from stepwell.store.chains import chain_path, list_chains
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
+
+Image = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
@@ -79,20 +82,25 @@ def _facts(note: bytes, path: str) -> dict[str, Any]:
     raise DamagedError(f"{path}: a record's note is none of ours", path=path)
 
 
+def why_broken(paths: RunPaths, base: CheckpointId) -> str | None:
+    """What is wrong with a chain, every record of it applied. A last one that a crash cut off is not."""
+    try:
+        for _, path in list_segments(chain_path(paths, base)):  # a restore does not read those before a skip record
+            check_records(path)
+        _, _, state = _replay(paths, base, None)
+    except DamagedError as error:
+        return str(error)
+    return None if state.is_torn else state.stopped
+
+
 def bring_back(paths: RunPaths, base: CheckpointId, until: int, log: journal.EventLog) -> Part:
     """The state after record `until`, or after the last good one before it. Raises DamagedError."""
     path = chain_path(paths, base)
-    manifest = catalog.read_manifest(paths, base)
-    if manifest.world_size != 1:
-        raise DamagedError(f"{path}: the base is of {manifest.world_size} ranks", path=str(path))
-    record = catalog.read_record(paths, manifest)
-    image = _read_base(paths, record)
-    leaves = {leaf.name: leaf for leaf in record.leaves if leaf.file == 0}
-    state = restore(path, base={name: _values(image, leaf) for name, leaf in leaves.items()}, until=until)
+    record, image, state = _replay(paths, base, until)
     if not state.number:
         raise DamagedError(f"{path}: no record is good: {state.stopped}", path=str(path))
-    for name, value in state.leaves.items():
-        leaf = leaves[name]
+    for leaf in _live(record):
+        value = state.leaves[leaf.name]
         image[leaf.start : leaf.end] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     facts = _facts(state.note, str(path))
     codec, stopped = _codec(path), state.stopped
@@ -101,11 +109,26 @@ def bring_back(paths: RunPaths, base: CheckpointId, until: int, log: journal.Eve
     return _part(paths, replace(record, id=id, created=facts["created"], tree=facts["tree"]), base, image)
 
 
-def _read_base(paths: RunPaths, record: Record) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _replay(paths: RunPaths, base: CheckpointId, until: int | None) -> tuple[Record, Image, Restored]:
+    path = chain_path(paths, base)
+    manifest = catalog.read_manifest(paths, base)
+    if manifest.world_size != 1:
+        raise DamagedError(f"{path}: the base is of {manifest.world_size} ranks", path=str(path))
+    record = catalog.read_record(paths, manifest)
+    image = _read_base(paths, record)
+    return record, image, restore(path, base={leaf.name: _values(image, leaf) for leaf in _live(record)}, until=until)
+
+
+def _live(record: Record) -> list[LeafEntry]:
+    """Leaves that may change."""
+    return [leaf for leaf in record.leaves if leaf.file == 0]
+
+
+def _read_base(paths: RunPaths, record: Record) -> Image:
     """The base's file of live leaves, with all its bytes checked."""
     directory, file = paths.checkpoint(record.id), record.files[0]
     image = np.empty(file.nbytes, np.uint8)
-    start = min((leaf.start for leaf in record.leaves if leaf.file == 0), default=file.nbytes)
+    start = min((leaf.start for leaf in _live(record)), default=file.nbytes)
     shard = directory / file.name
     assert isinstance(shard, Path)
     with open(shard, "rb") as raw:
@@ -119,12 +142,12 @@ def _read_base(paths: RunPaths, record: Record) -> np.ndarray[Any, np.dtype[np.u
     return image
 
 
-def _values(image: np.ndarray[Any, np.dtype[np.uint8]], leaf: LeafEntry) -> np.ndarray[Any, Any]:
+def _values(image: Image, leaf: LeafEntry) -> np.ndarray[Any, Any]:
     part = image[leaf.start : leaf.end]
     return part.view(np.float32) if leaf.dtype == "float32" else part
 
 
-def _part(paths: RunPaths, record: Record, base: CheckpointId, image: np.ndarray[Any, np.dtype[np.uint8]]) -> Part:
+def _part(paths: RunPaths, record: Record, base: CheckpointId, image: Image) -> Part:
     """An image in memory, as if it had been written."""
     blocks = tuple(block_digest(image[start : start + BLOCK_BYTES].data) for start in range(0, image.size, BLOCK_BYTES))
     live = FileEntry(record.files[0].name, "safetensors", image.size, BLOCK_BYTES, blocks)

@@ -10,6 +10,7 @@ from stepwell.cli import wording
 from stepwell.cli.liveness import Life, look_for_life
 from stepwell.cli.locate import find_run
 from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
+from stepwell.cli.reach import Reach, find_reaches
 from stepwell.cli.survey import Surveyed, survey
 from stepwell.store.paths import RunPaths
 
@@ -34,14 +35,16 @@ def ls(run: str, as_json: bool) -> None:
     earlier step. Damage is seen here only by sizes and by the small files; `stepwell verify` reads everything.
     """
     paths = find_run(run)
-    found, life = survey(paths), look_for_life(paths)
+    found, life, reaches = survey(paths), look_for_life(paths), find_reaches(paths)
     if as_json:
-        print_json(_document(paths, found, life))
+        print_json(_document(paths, found, life, reaches))
         return
     if not found:
         click.echo(f"no checkpoints in {run} yet")
     else:
         print_table(_COLUMNS, [_row(item) for item in found])
+    for reach in reaches:
+        print_wrapped(reach.text(), indent="  ")
     if life.is_alive:
         print_wrapped(f"in use: {life.why}")
 
@@ -59,7 +62,7 @@ def _row(item: Surveyed) -> list[str]:
     ]
 
 
-def _document(paths: RunPaths, found: list[Surveyed], life: Life) -> dict[str, Any]:
+def _document(paths: RunPaths, found: list[Surveyed], life: Life, reaches: list[Reach]) -> dict[str, Any]:
     return {
         "run": str(paths.root),
         "alive": life.is_alive,
@@ -67,6 +70,7 @@ def _document(paths: RunPaths, found: list[Surveyed], life: Life) -> dict[str, A
         "trainer_pids": list(life.trainer_pids),
         "agent_pids": list(life.agent_pids),
         "checkpoints": [as_document(item) for item in found],
+        "chains": [reach.as_document() for reach in reaches],
     }
 
 

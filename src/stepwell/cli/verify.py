@@ -16,6 +16,7 @@ from stepwell.bar import bar
 from stepwell.cli import wording
 from stepwell.cli.locate import split, step_option
 from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
+from stepwell.cli.reach import find_broken
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.format.manifest import Lineage
 from stepwell.format.record import FileEntry
@@ -60,7 +61,7 @@ def verify(run: str, step: int | None, as_json: bool) -> None:
     if not entries:
         wanted = "" if step is None else f" of step {step}"
         raise ConfigError(f"{run}: no checkpoint{wanted} to verify; `stepwell ls {paths.root}` shows what is there")
-    of_run = [] if id is not None or step is not None else list(_check_run(paths))
+    of_run = [] if id is not None or step is not None else [*_check_run(paths), *find_broken(paths)]
     total = sum(entry.manifest.nbytes for entry in entries if entry.manifest is not None)
     with bar("verifying", total) as progress:
         verdicts = list(_check_all(paths, entries, progress.add))

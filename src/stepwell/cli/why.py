@@ -11,6 +11,7 @@ import click
 from stepwell.cli.liveness import Life, look_for_life
 from stepwell.cli.locate import find_run
 from stepwell.cli.output import json_option, print_json, print_wrapped
+from stepwell.cli.reach import Reach, find_reaches
 from stepwell.cli.survey import survey
 from stepwell.journal import read_events
 from stepwell.restore.plan import Choice, choose
@@ -43,8 +44,9 @@ def why(run: str, before: int | None, step: int | None, as_json: bool) -> None:
     life = look_for_life(paths)
     choices = choose([item.entry for item in survey(paths)], step=step, before=before)
     memory = newest_in_memory(paths, life, step=step, before=before)
+    ahead = [] if step is not None or before is not None else _ahead(paths, choices)
     if as_json:
-        print_json(_document(paths, choices, memory, life))
+        print_json({**_document(paths, choices, memory, life), "chains": [reach.as_document() for reach in ahead]})
         return
     if memory is not None and _is_preferred(memory, choices):
         print_wrapped(_memory_sentence(memory, life), indent="  ")
@@ -54,8 +56,19 @@ def why(run: str, before: int | None, step: int | None, as_json: bool) -> None:
     for choice in choices:
         mark = "->" if choice.rank == 0 else "  "
         print_wrapped(f"{mark} {choice.entry.id}  {choice.reason}", indent="     ")
+    for reach in ahead:
+        when = (
+            "restore(prefer='newest') takes it; with deltas= a restart does, if more work would be lost than is worth"
+        )
+        print_wrapped(f"   {reach.text()}; {when}", indent="     ")
     if life.is_alive:
         print_wrapped(f"in use: {life.why}")
+
+
+def _ahead(paths: RunPaths, choices: Sequence[Choice]) -> list[Reach]:
+    """Chains that reach beyond the first choice."""
+    best = max((choice.entry.id.step for choice in choices if choice.rank == 0), default=-1)
+    return [reach for reach in find_reaches(paths) if reach.step > best]
 
 
 def newest_in_memory(paths: RunPaths, life: Life, *, step: int | None, before: int | None) -> InMemory | None:

@@ -1,0 +1,56 @@
+"""What the chains of a run reach, for people and scripts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stepwell.cli import wording
+from stepwell.store.chains import list_chains
+from stepwell.store.lineage import read_history
+from stepwell.store.paths import RunPaths
+from stepwell.types import CheckpointId
+
+
+@dataclass(frozen=True)
+class Reach:
+    """One chain: its base, the newest step in it that is on the path of the run, and how it was coded."""
+
+    base: str
+    step: int
+    records: int
+    codec: str
+    nbytes: int
+
+    def text(self) -> str:
+        """One line."""
+        records = wording.count(self.records, "record")
+        return f"lossy: {self.base} and {records} reach step {self.step} ({self.codec}, {wording.size(self.nbytes)})"
+
+    def as_document(self) -> dict[str, Any]:
+        """For scripts."""
+        return asdict(self)
+
+
+def find_reaches(paths: RunPaths) -> list[Reach]:
+    """Chains whose base is there and that a restart could use, the newest first."""
+    if not list_chains(paths):  # most runs have none, and need not load what reads them
+        return []
+    from stepwell.chains import find_chains
+
+    history, found = read_history(paths), []
+    for chain in find_chains(paths):
+        live = [item for item in chain.records if history.is_live(CheckpointId(item.step, 0, chain.base.lineage))]
+        if live:
+            found.append(Reach(chain.base.directory, live[-1].step, len(live), chain.codec, chain.nbytes))
+    return found
+
+
+def find_broken(paths: RunPaths) -> list[str]:
+    """What is wrong with chains, one sentence for each."""
+    if not list_chains(paths):
+        return []
+    from stepwell.chains import find_chains, why_broken
+
+    problems = [why_broken(paths, chain.base) for chain in find_chains(paths)]
+    return [problem for problem in problems if problem is not None]

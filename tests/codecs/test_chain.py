@@ -232,7 +232,7 @@ def test_reused_tables_and_dictionaries_are_read(tmp_path: Path) -> None:
             value = value + rng.standard_normal(3000).astype(np.float32)
             reused += chain.append(step, {"x": value}).reused_tables
             assert restore(tmp_path / "chain").leaves["x"].tobytes() == chain.state()["x"].tobytes()
-        assert reused > 5 and chain._memories[0].dictionary
+        assert reused > 5 and chain._coder.memories[0].dictionary
 
 
 WRITER = """

@@ -52,7 +52,7 @@ def test_the_decoder_adds_what_the_table_says(
     pack(padded, bits, packed)
     state = rng.standard_normal(count).astype(np.float32)
     expected = state + table.values[padded[:count]]
-    Decoder(table, bits).add(packed, state)
+    Decoder(table, bits, CHUNK).add(packed, state)
     assert state.tobytes() == expected.tobytes()
 
 

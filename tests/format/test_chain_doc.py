@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stepwell.codecs import document, huffman, parts, record, segment
+from stepwell.codecs import document, groups, huffman, parts, record, segment
 from stepwell.codecs.chain import ChainWriter
 from stepwell.codecs.layout import Deltas, Leaf
 from stepwell.codecs.replay import restore
@@ -65,7 +65,7 @@ def test_kinds_of_groups_flags_and_limits() -> None:
     kinds = ("nothing changed", "coded, its table follows", "coded with the table of the record before", "its values")
     for number, name in enumerate(kinds):
         assert f"{number} {name}" in " ".join(SECTION.split())
-    assert (parts.SAME, parts.FRESH, parts.AGAIN, parts.EXACT) == (0, 1, 2, 3)
+    assert (groups.SAME, groups.FRESH, groups.AGAIN, groups.EXACT) == (0, 1, 2, 3)
     assert (parts.HUFFMAN, parts.OLD_CODES, parts.NEW_DICTIONARY, parts.DICTIONARY) == (1, 2, 4, 8)
     assert f"blocks of {huffman.BLOCK}" in SECTION and f"{huffman.TABLE_NBYTES} bytes" in SECTION
     assert {name for row in rows(SECTION) for name in quoted(row[0])} >= set(REGISTRY)

@@ -1,8 +1,8 @@
 """Writing a chain: an exact base, then one record for each checkpoint, durable when `append` returns.
 
-Owns:    the writer's copy of the reader's state, numbers, when a record is one against the base, when old ones go, and
-         when a new base is due.
-Before:  the caller has a state at rest.   After: `replay` brings the last good record back.
+Owns:    numbers, when a record is one against the base, when old ones go, and when a new base is due.
+Before:  the caller has a state at rest, and `coder` makes sections of it.   After: `replay` brings the last good record
+         back.
 Holds:   every record is the difference to what readers have, never to the state before: what one leaves out, the next
          ones bring. Older segments are removed only after a skip record is durable, and the newest ones stay. A failed
          append ends the chain: the writer is ahead of the file, and only a new base brings them together again.
@@ -14,23 +14,21 @@ Holds:   every record is the difference to what readers have, never to the state
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, NamedTuple
-
-import numpy as np
+from typing import Final
 
 from stepwell.codecs import document, record
+from stepwell.codecs.coder import Coder, Given
 from stepwell.codecs.document import Document, manifest_digest
 from stepwell.codecs.floats import AnyArray
+from stepwell.codecs.groups import Facts
 from stepwell.codecs.image import Image
 from stepwell.codecs.layout import Deltas, Leaf, State, arrange
-from stepwell.codecs.parts import Facts, Memory, code
 from stepwell.codecs.record import Head, body_digest
 from stepwell.codecs.replay import read_base
 from stepwell.codecs.segment import BASE_NAME, Appender, list_segments, segment_name, sync_directory
@@ -38,7 +36,7 @@ from stepwell.errors import ConfigError, DamagedError, PersistError
 
 _SETTLED: Final = 16
 """From this record on the error says something: at first nearly all of a small way is missing."""
-_MOST_SAMPLES: Final = 1 << 16
+_NONE: Final[Mapping[int, Given]] = {}
 
 
 @dataclass(frozen=True)
@@ -60,23 +58,20 @@ class Appended:
 class ChainWriter:
     """A chain that is being written; `start` makes one."""
 
-    def __init__(self, directory: Path, deltas: Deltas, document: Document, image: Image,
-                 load_base: Callable[[], Image]) -> None:  # fmt: skip
-        self._directory, self._deltas, self._document, self._image = directory, deltas, document, image
-        self._load_base = load_base
-        self._memories = [Memory() for _ in image.parts]
+    def __init__(self, directory: Path, deltas: Deltas, document: Document, coder: Coder) -> None:
+        self._directory, self._deltas, self._document, self._coder = directory, deltas, document, coder
         self._number, self._step, self._digest = 0, document.step, document.base
         self._segment: Appender | None = None
         self._broken: str | None = None
         self._error, self._kept = 0.0, 1.0
-        self._sampled = _samples(image)
 
     @classmethod
     def start(cls, directory: Path, leaves: Sequence[Leaf], state: State, *, step: int, deltas: Deltas,
-              base: Callable[[], State] | None = None) -> ChainWriter:  # fmt: skip
+              base: Callable[[], State] | None = None, elsewhere: Collection[int] = ()) -> ChainWriter:  # fmt: skip
         """Make the state durable as the base of a new chain, in a directory that does not exist.
 
-        `base`: it is kept elsewhere; gives that state when a skip record needs it, and is not stored here.
+        `base`: it is kept elsewhere; gives that state when a skip record needs it, and is not stored here. `elsewhere`:
+        numbers of the parts (`arrange`) that every `append` is given coded; what readers have of them is not kept here.
         """
         if sys.byteorder != "little":
             raise ConfigError("chains are written and read on little-endian machines only")
@@ -86,12 +81,13 @@ class ChainWriter:
         directory.mkdir()
         if base is None:
             _write_base(directory, about, image)
-        image = image.without_held()
+        away = {*elsewhere, *(number for number, part in enumerate(about.parts) if part.is_held)}
+        image = image.without(away)
 
         def load() -> Image:
             if base is None:
-                return read_base(directory, about).without_held()
-            found = Image(about.parts, image.held)
+                return read_base(directory, about).without(away)
+            found = Image(about.parts, image.away)
             found.fill(found.split(base()))
             if found.digest() != about.base:
                 raise DamagedError(
@@ -101,7 +97,7 @@ class ChainWriter:
 
         _put(directory / document.NAME, about.dump())
         sync_directory(directory.parent)
-        return cls(directory, deltas, about, image, load)
+        return cls(directory, deltas, about, Coder(image, deltas, load, elsewhere))
 
     def __enter__(self) -> ChainWriter:
         return self
@@ -116,8 +112,14 @@ class ChainWriter:
         if self._segment is not None:
             self._segment.close()
 
-    def append(self, step: int, state: State, note: bytes = b"") -> Appended:
-        """Make a checkpoint durable, with a note that readers get back. Leaves of `hold` need not be in the state.
+    @property
+    def is_skip_next(self) -> bool:
+        """Whether the next record is one against the base."""
+        return bool(self._deltas.skip_every and self._number and self._number % self._deltas.skip_every == 0)
+
+    def append(self, step: int, state: State, note: bytes = b"", given: Mapping[int, Given] = _NONE) -> Appended:
+        """Make a checkpoint durable, with a note that readers get back. Leaves of `hold` need not be in the state, nor
+        those of parts that are given coded, by their number; for a skip record these are against the base too.
 
         Raises StateError if the leaves changed: nothing was written, a new base is due. Raises PersistError where it
         could not be written; the chain is over then, and what was durable still is.
@@ -128,50 +130,32 @@ class ChainWriter:
             raise ConfigError(f"step {step} after step {self._step}: a chain goes forward", step=step)
         if len(note) > record.MOST_NOTE_BYTES:
             raise ConfigError(f"a note of {len(note)} bytes; at most {record.MOST_NOTE_BYTES}", found=len(note))
-        values = self._image.split(state)
-        number = self._number + 1
-        is_skip = bool(self._deltas.skip_every and number > 1 and (number - 1) % self._deltas.skip_every == 0)
-        self._broken = "an append was interrupted"  # until it is whole: the image is ahead of the file
-        if is_skip:
-            self._image, self._memories = self._load_base(), [Memory() for _ in self._image.parts]
-        sections, facts = self._code(values, is_skip)
+        self._coder.check(given)
+        values = self._coder.image.split(state)
+        number, is_skip = self._number + 1, self.is_skip_next
+        self._broken = "an append was interrupted"  # until it is whole: the coder is ahead of the file
+        sections, facts = self._coder.code(values, given, is_skip)
         head, body = self._seal(number, step, [*sections, record.dump_note(note)], facts, is_skip)
         self._persist(number, head, body, is_skip)
         self._number, self._step, self._digest = number, step, head.after
         self._kept = facts.kept / facts.entries if facts.entries else 1.0
-        self._error = self._measure(values)
+        self._error = self._coder.error(values, given)
         self._broken = None
         return Appended(number, step, record.KINDS[head.kind], record.HEAD_NBYTES + len(body), self._kept, self._error,
                         facts.exact, facts.reused)  # fmt: skip
-
-    def _code(self, values: Sequence[Sequence[AnyArray]], is_skip: bool) -> tuple[list[bytes], Facts]:
-        sections, total = [], Facts()
-        reuse = self._deltas.reuse_tables and not is_skip
-        dictionary_bytes = 0 if is_skip else self._deltas.dictionary_bytes
-        for part, pieces, array, memory in zip(
-            self._image.parts, values, self._image.arrays, self._memories, strict=True
-        ):
-            chosen = part.for_skip(self._document.skip) if is_skip else part
-            section, facts = code(chosen, pieces, array, memory, reuse=reuse, dictionary_bytes=dictionary_bytes)
-            sections.append(section)
-            total.entries, total.kept = total.entries + facts.entries, total.kept + facts.kept
-            total.exact, total.reused = total.exact + facts.exact, total.reused + facts.reused
-        if is_skip:  # its tables are another codec's
-            self._memories = [Memory() for _ in self._image.parts]
-        return sections, total
 
     def _seal(self, number: int, step: int, sections: list[bytes], facts: Facts, is_skip: bool) -> tuple[Head, bytes]:
         body = record.join(sections)
         return Head(
             kind=record.SKIP if is_skip else record.DELTA,
             flags=record.SUSPECT if facts.exact else 0,
-            parts=len(self._image.parts),
+            parts=len(self._document.parts),
             number=number,
             step=step,
             parent=0 if is_skip else number - 1,
             manifest=self._document.manifest,
             before=self._document.base if is_skip else self._digest,
-            after=self._image.digest(),
+            after=self._coder.image.digest(),
             body_nbytes=len(body),
             body_digest=body_digest(body),
         ), body
@@ -206,40 +190,8 @@ class ChainWriter:
         return None
 
     def state(self) -> dict[str, AnyArray]:
-        """What a reader has after the last record: copies, by name. Held leaves, which are the base's, are left out."""
-        return {name: value.copy() for name, value in self._image.leaves().items()}
-
-    def _measure(self, values: Sequence[Sequence[AnyArray]]) -> float:
-        missing = way = 0.0
-        for sample in self._sampled:
-            slot = self._image.parts[sample.part].slots[sample.slot]
-            truth = values[sample.part][sample.slot][:: sample.stride].astype(np.float64)
-            place = self._image.arrays[sample.part][slot.start : slot.start + slot.leaf.count : sample.stride]
-            with np.errstate(invalid="ignore"):  # a state that holds infinity has no error to speak of
-                missing += float(np.square(truth - place).sum())
-                way += float(np.square(truth - sample.base).sum())
-        return math.sqrt(missing / way) if way else 0.0
-
-
-class _Sample(NamedTuple):
-    """Some entries of a leaf as they were in the base."""
-
-    part: int
-    slot: int
-    stride: int
-    base: AnyArray
-
-
-def _samples(image: Image) -> list[_Sample]:
-    """Of every quantised leaf."""
-    total = sum(part.size for part in image.parts if part.spec.is_delta)
-    stride = max(1, total // _MOST_SAMPLES)
-    found = []
-    for number, (part, array) in enumerate(zip(image.parts, image.arrays, strict=True)):
-        for index, slot in enumerate(part.slots if part.spec.is_delta else ()):
-            line = array[slot.start : slot.start + slot.leaf.count : stride]
-            found.append(_Sample(number, index, stride, line.astype(np.float64)))
-    return found
+        """What a reader has after the last record: copies, by name, of what is kept here: held leaves are left out."""
+        return {name: value.copy() for name, value in self._coder.image.leaves().items()}
 
 
 def _write_base(directory: Path, about: Document, image: Image) -> None:

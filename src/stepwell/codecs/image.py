@@ -1,12 +1,12 @@
 """The reader's state of a whole chain: one array for each part, what records are applied to and digests are taken of.
 
-Holds:   the digest covers every byte of the state (`signature` says how well). Of parts that records never change a
-         writer keeps the digest alone.
+Holds:   the digest covers every byte of the state (`signature` says how well). Of parts that records never change, or
+         that another device has, a writer keeps the digest alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -17,28 +17,27 @@ from stepwell.errors import StateError
 
 
 class Image:
-    """State of all parts. Constructing makes room for it, filled with zeros. `held`: digests of parts that records have
-    nothing of, by number; there is no room for these, and their leaves are in no state that comes or goes.
+    """State of all parts. Constructing makes room for it, filled with zeros. `away`: digests of parts, by number, that
+    there is no room for: their leaves are in no state that comes or goes.
     """
 
-    def __init__(self, parts: Sequence[Part], held: Mapping[int, bytes] | None = None) -> None:
-        self.parts, self.held = tuple(parts), held or {}
-        self._slots = [() if number in self.held else part.slots for number, part in enumerate(self.parts)]
+    def __init__(self, parts: Sequence[Part], away: Mapping[int, bytes] | None = None) -> None:
+        self.parts, self.away = tuple(parts), dict(away or {})
+        self._slots = [() if number in self.away else part.slots for number, part in enumerate(self.parts)]
         self.arrays: list[AnyArray] = [
             np.zeros(part.size if slots else 0, np.float32 if part.is_floats else np.uint8)
             for part, slots in zip(self.parts, self._slots, strict=True)
         ]
 
-    def without_held(self) -> Image:
-        """The same with the digests alone of what records have nothing of. The other arrays are shared."""
-        held = {number: self._part_digest(number) for number, part in enumerate(self.parts) if part.is_held}
-        image = Image(self.parts, held)
-        image.arrays = [array[:0] if number in held else array for number, array in enumerate(self.arrays)]
+    def without(self, numbers: Collection[int]) -> Image:
+        """The same with the digests alone of some parts. The other arrays are shared."""
+        image = Image(self.parts, {number: self._part_digest(number) for number in numbers})
+        image.arrays = [array[:0] if number in numbers else array for number, array in enumerate(self.arrays)]
         return image
 
     def split(self, state: State) -> list[list[AnyArray]]:
         """Values of a state by part and leaf, in one dimension each. Raises StateError if they are not those leaves;
-        held ones, where there is no room for them, may be missing.
+        those there is no room for may be missing.
         """
         names = {slot.leaf.name for part in self.parts for slot in part.slots}
         needed = {slot.leaf.name for slots in self._slots for slot in slots}
@@ -61,7 +60,7 @@ class Image:
 
     def _part_digest(self, number: int) -> bytes:
         array = self.arrays[number]
-        return self.held.get(number) or part_digest(array.nbytes, signature(as_bytes(array)))
+        return self.away.get(number) or part_digest(array.nbytes, signature(as_bytes(array)))
 
     def leaves(self) -> dict[str, AnyArray]:
         """Values by name, as views: float32 with their shape, everything else as bytes."""

@@ -18,31 +18,17 @@ import numpy as np
 
 from stepwell.codecs import frames, huffman, lossless
 from stepwell.codecs.floats import AnyArray, Bytes, Floats
+from stepwell.codecs.groups import AGAIN, EXACT, FRESH, SAME, Coded, Facts, Kept, group_nbytes
 from stepwell.codecs.histogram import Piece, measure
 from stepwell.codecs.layout import Part, Slot
-from stepwell.codecs.quantise import Outcome, decode, encode, packed_nbytes, unpack
+from stepwell.codecs.quantise import Outcome, decode, encode, unpack
 from stepwell.codecs.spec import LC, Top
 from stepwell.codecs.tables import Table, make_table, most_heads, read_table, stored_bits, wanted_ranges
 from stepwell.errors import DamagedError
 
-SAME, FRESH, AGAIN, EXACT = range(4)
-"""Of a group: nothing changed; coded with a table that follows; with the table of the record before; as it is."""
 HUFFMAN, OLD_CODES, NEW_DICTIONARY, DICTIONARY = 1, 2, 4, 8
-MOST_AGE: Final = 8
-"""A table is made anew after so many records at the latest."""
-_SHIFT: Final = 0.2
 _DICTIONARY_SAMPLES: Final = 8
 _SMALL_NBYTES: Final = 4096
-
-
-@dataclass
-class Kept:
-    """A group's table, how many entries it kept when it was made, and for how many records it was used."""
-
-    table: Table
-    kept: int
-    age: int = 0
-    is_stale: bool = False
 
 
 @dataclass
@@ -55,23 +41,14 @@ class Memory:
     samples: list[bytes] = field(default_factory=list)
 
 
-@dataclass
-class Facts:
-    """For reports. entries: quantised ones; kept: those with a symbol; exact: groups that could not be coded."""
-
-    entries: int = 0
-    kept: int = 0
-    exact: int = 0
-    reused: int = 0
-
-
 def code(part: Part, values: Sequence[AnyArray], state: AnyArray, memory: Memory, *,
          reuse: bool = False, dictionary_bytes: int = 0) -> tuple[bytes, Facts]:  # fmt: skip
     """Bytes of a part, and the state moved on to what a reader of them has."""
     if part.is_held:
         return b"", Facts()
     if part.spec.is_delta:
-        return _code_deltas(part, cast("Sequence[Floats]", values), state, memory, reuse, dictionary_bytes)
+        coded = _make_symbols(part, cast("Sequence[Floats]", values), state, memory, reuse)
+        return seal(part, coded, memory, reuse=reuse, dictionary_bytes=dictionary_bytes), coded.facts
     if isinstance(part.spec, Top):
         return lossless.encode_top(part, values, state), Facts()
     return lossless.encode_bytes(part, values, state), Facts()
@@ -89,57 +66,48 @@ def apply(part: Part, data: memoryview, state: AnyArray, memory: Memory) -> None
         lossless.decode_bytes(part, data, state)
 
 
-def _code_deltas(
-    part: Part, values: Sequence[Floats], state: Floats, memory: Memory, reuse: bool, dictionary_bytes: int
-) -> tuple[bytes, Facts]:
-    bits, facts = stored_bits(part.spec), Facts()
-    heads, exact = bytearray(), []
-    room = np.empty(sum(packed_nbytes(slot.leaf.count, bits) for slot in part.slots), np.uint8)
+def _make_symbols(part: Part, values: Sequence[Floats], state: Floats, memory: Memory, reuse: bool) -> Coded:
+    bits, coded, position = stored_bits(part.spec), Coded(), 0
+    room = np.empty(group_nbytes(part.slots, bits), np.uint8)
     by_name = {slot.leaf.name: value for slot, value in zip(part.slots, values, strict=True)}
-    position = 0
     for number, slots in enumerate(part.groups()):
         pieces = [(by_name[slot.leaf.name], _place(slot, state)) for slot in slots]
-        nbytes = _packed(slots, bits)
-        kind, outcome = _code_group(part, number, pieces, memory, reuse, room[position : position + nbytes])
-        heads.append(kind)
-        if kind == FRESH:
-            stored = memory.tables[number].table.heads
-            heads += struct.pack(f"<B{len(stored)}H", len(stored), *stored)
-        if kind in (FRESH, AGAIN):
-            position += nbytes
-        elif kind == EXACT:
-            exact += [value.tobytes() for value, _ in pieces]
-            facts.exact += 1
-        facts.entries += sum(value.size for value, _ in pieces)
-        facts.kept += outcome.kept
-        facts.reused += kind == AGAIN
-    if all(kind == SAME for kind in heads):
-        return b"", facts
-    symbols = _shrink(part, room[:position], memory, reuse, dictionary_bytes)
-    return symbols[:1] + bytes(heads) + struct.pack("<Q", len(symbols) - 1) + symbols[1:] + b"".join(exact), facts
+        out = room[position : position + group_nbytes(slots, bits)]
+        kind, outcome = _code_group(part, number, pieces, memory, reuse, out)
+        position += out.size
+        kept = memory.tables.get(number)
+        coded.add(kind, kept.table if kept else None, out, [] if kind != EXACT else [v.tobytes() for v, _ in pieces])
+        coded.facts.entries += sum(value.size for value, _ in pieces)
+        coded.facts.kept += outcome.kept
+    return coded
 
 
 def _code_group(
     part: Part, number: int, pieces: list[Piece], memory: Memory, reuse: bool, out: Bytes
 ) -> tuple[int, Outcome]:
     known = memory.tables.pop(number, None)
-    if known is None or not reuse or known.is_stale or known.age >= MOST_AGE:
+    is_new = known is None or not reuse or not known.is_good
+    if is_new:
         found = measure(pieces, wanted_ranges(part.spec))
         if found.is_codable and found.is_empty:
             return SAME, Outcome()
-        table = make_table(part.spec, found) if found.is_codable else None
-        kind, age = FRESH, 0
-    else:
-        table, kind, age = known.table, AGAIN, known.age + 1
-    outcome = encode(pieces, table, stored_bits(part.spec), out) if table else Outcome(is_sound=False)
-    if table is None or not outcome.is_sound:
+        known = Kept(make_table(part.spec, found), 0) if found.is_codable else None
+    outcome = encode(pieces, known.table, stored_bits(part.spec), out) if known else Outcome(is_sound=False)
+    if known is None or not outcome.is_sound:
         for value, place in pieces:
             place[:] = value
         return EXACT, outcome
-    usual = known.kept if kind == AGAIN and known else outcome.kept
-    is_stale = abs(outcome.kept - usual) > _SHIFT * max(usual, 1) or outcome.largest >= table.reach
-    memory.tables[number] = Kept(table, usual, age, is_stale)
-    return kind, outcome
+    memory.tables[number] = known.used(outcome, is_new=is_new)
+    return FRESH if is_new else AGAIN, outcome
+
+
+def seal(part: Part, coded: Coded, memory: Memory, *, reuse: bool, dictionary_bytes: int) -> bytes:
+    """The section of a part whose symbols are made. `memory` is that of the entropy code here."""
+    if coded.is_same:
+        return b""
+    packed = coded.packed[0] if len(coded.packed) == 1 else np.concatenate([np.empty(0, np.uint8), *coded.packed])
+    symbols = _shrink(part, packed, memory, reuse, dictionary_bytes)
+    return b"".join([symbols[:1], bytes(coded.heads), struct.pack("<Q", len(symbols) - 1), symbols[1:], *coded.exact])
 
 
 def _shrink(part: Part, packed: Bytes, memory: Memory, reuse: bool, dictionary_bytes: int) -> bytes:
@@ -192,11 +160,11 @@ def _apply_deltas(part: Part, data: memoryview, state: Floats, memory: Memory) -
         elif kind != SAME:
             raise DamagedError(f"a group is of unknown kind {kind}", found=kind)
     nbytes = int.from_bytes(reader.take(8), "little")
-    expected = sum(_packed(slots, bits) for slots, _ in coded)
+    expected = sum(group_nbytes(slots, bits) for slots, _ in coded)
     packed = _grow(part, flags, reader.take(nbytes), expected, memory)
     position = 0
     for slots, table in coded:
-        size = _packed(slots, bits)
+        size = group_nbytes(slots, bits)
         decode([_place(slot, state) for slot in slots], table, bits, packed[position : position + size])
         position += size
     for slot in exact:
@@ -255,7 +223,3 @@ class _Reader:
 
 def _place(slot: Slot, state: Floats) -> Floats:
     return state[slot.start : slot.start + slot.leaf.count]
-
-
-def _packed(slots: Sequence[Slot], bits: int) -> int:
-    return sum(packed_nbytes(slot.leaf.count, bits) for slot in slots)

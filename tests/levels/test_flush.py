@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from stepwell import journal
 from stepwell.agent.flush import Flusher
 from stepwell.agent.persist import Persister
@@ -50,5 +52,32 @@ def test_a_leader_that_is_replaced_while_it_waits_does_not_give_up(tmp_path: Pat
         for file in record.files:
             assert files.get(shared.checkpoint(NEW) / file.name) == field.contents[NEW][rank][file.name]
     assert cache.is_flushed(run_cache(field.place("a"), RUN), NEW, [0])
+    leader.close()
+    other.close()
+
+
+def test_a_leader_that_waits_for_nothing_any_more_does_not_get_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent of the other rank was killed at the end of the run. Nothing is called void, and who comes next ends it.
+
+    Bytes that arrive are a sign of life: then it goes on waiting.
+    """
+    monkeypatch.setattr("stepwell.agent.flush._STILL_SECONDS", 0.5)
+    field, shared = Field(tmp_path / "nodes", "ab", Pairs()), RunPaths(tmp_path / "run")
+    open_run(shared, seed=1)
+    create_next(shared, parent=0, step=0)
+    field.build()
+    field.decide(NEW)
+    leader = make_flusher(field, shared, 0)
+    until(lambda: files.exists(shared.checkpoint(NEW) / "rank-00000.json"))
+    until(lambda: not leader.is_moving)
+    assert not leader.is_idle and not files.exists(shared.void(NEW))
+    with (Path(str(shared.checkpoint(NEW))) / "rank-00001.safetensors.tmp").open("wb") as file:
+        file.write(b"more")
+    until(lambda: leader.is_moving)
+    other = make_flusher(field, shared, 1)
+    until(lambda: leader.is_idle and other.is_idle)
+    assert catalog.read_manifest(shared, NEW).world_size == 2
     leader.close()
     other.close()

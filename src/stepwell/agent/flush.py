@@ -26,7 +26,7 @@ from stepwell.format.record import FileEntry
 from stepwell.levels import cache
 from stepwell.levels.events import Flush, FlushFailed
 from stepwell.store import assemble, catalog, commit, files
-from stepwell.store.objects import Location
+from stepwell.store.objects import Location, ObjectPath
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 
@@ -171,8 +171,12 @@ class Flusher:
         return nbytes
 
     def _wait_for_all(self, id: CheckpointId) -> None:
-        """Until the parts of all ranks are in the shared place. Raises VoidError."""
-        started, pause = time.monotonic(), 0.02
+        """Until the parts of all ranks are in the shared place. Raises VoidError.
+
+        While nothing more arrives there, this does not get on: at the end of a run, an agent that waits for one that
+        was killed leaves, and the next start goes on with it.
+        """
+        started, pause, there = time.monotonic(), 0.02, -1
         while isinstance((found := assemble.gather(self._shared, id, self._owner.world_size))[0], int):
             waited = time.monotonic() - started
             if waited > self._persister.patience:
@@ -181,9 +185,19 @@ class Flusher:
                 raise VoidError(f"rank {found[0]}: {void.reason}")
             if self._is_closed:
                 raise VoidError("the run ends")
-            self._moved_at = time.monotonic()
+            if (now_there := self._bytes_there(id)) != there:
+                self._moved_at, there = time.monotonic(), now_there
             time.sleep(pause)
             pause = min(1.0, 1.5 * pause)
+
+    def _bytes_there(self, id: CheckpointId) -> int:
+        """What all ranks have carried so far; of a bucket, which shows nothing before it is whole, how many files."""
+        directory = self._shared.checkpoint(id)
+        names = files.list_names(directory)
+        if isinstance(directory, ObjectPath):
+            return len(names)
+        found = [files.facts(directory / name) for name in names]
+        return sum(facts.nbytes for facts in found if facts is not None)
 
     def _carry_file(self, source: Location, directory: Location, file: FileEntry) -> int:
         final, facts = directory / file.name, files.facts(directory / file.name)

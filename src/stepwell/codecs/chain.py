@@ -83,11 +83,12 @@ class ChainWriter:
             _write_base(directory, about, image)
         away = {*elsewhere, *(number for number, part in enumerate(about.parts) if part.is_held)}
         image = image.without(away)
+        digests = dict(image.away)
 
         def load() -> Image:
             if base is None:
                 return read_base(directory, about).without(away)
-            found = Image(about.parts, image.away)
+            found = Image(about.parts, digests)
             found.fill(found.split(base()))
             if found.digest() != about.base:
                 raise DamagedError(

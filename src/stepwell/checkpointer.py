@@ -109,7 +109,7 @@ class Checkpointer:
             strategy=snapshot,
             verify=verify_snapshots or os.environ.get("STEPWELL_VERIFY") == "1",
             host_memory=host_memory,
-            slots=2 if memory is None else 3,
+            slots=4 if self._deltas is not None else 2 if memory is None else 3,
             log=self._log,
             client=self._client,
             on_settled=self._outcomes.on_settled,

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 import stepwell
+from stepwell.agent.chain import Chainer
 from stepwell.agent.queue import Layout, Pending, PendingQueue
 from stepwell.arena.memory import PAGE, Arena, ArenaShape
 from stepwell.chains import find_chains
 from stepwell.cli.main import main
 from stepwell.codecs import message
+from stepwell.codecs.chain import ChainWriter
 from stepwell.codecs.spec import Raw
+from stepwell.journal import EventLog
 from stepwell.store.chains import list_chains
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
@@ -89,6 +94,16 @@ def test_one_that_is_overtaken_is_left_out(arena: Arena) -> None:
         queue.add(item)
     assert queue.next_delta() is items[2]
     assert queue.collect(None) == items[:2], "the newest stays for a successor"
+
+
+def test_a_snapshot_of_another_history_is_in_no_record(arena: Arena, run_dir: Path) -> None:
+    """A successor went back and took the agent over, which still has what the dead trainer did later."""
+    queue, lock, said = PendingQueue(), threading.Condition(), list[Any]()
+    log = EventLog(Path(os.devnull), who="agent")
+    chainer = Chainer(stepwell.Deltas(), RunPaths(run_dir), log, 2, lock=lock, queue=queue, say=said.append)
+    chainer._chain = (CheckpointId(2, 0, 2), cast("ChainWriter", None))
+    chainer._append(pending(arena, 3))
+    assert said == []
 
 
 def test_records_every_few_steps(run_dir: Path) -> None:

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -32,8 +32,9 @@ from stepwell.store.lineage import newest_number
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
-_KEPT_CHAINS = 2
-_LIVE = 0
+_KEPT_CHAINS: Final = 2
+_ASK_SECONDS: Final = 30.0
+_LIVE: Final = 0
 """Number of the file of live leaves in a record; what is frozen does not change and is in the base."""
 
 
@@ -49,8 +50,8 @@ class Chainer:
         self._lock, self._queue, self._say = lock, queue, say
         self._chain: tuple[CheckpointId, ChainWriter] | None = None
         self._next: tuple[CheckpointId, ChainWriter] | None = None
-        self._is_asked = self._is_closed = False
-        self.is_busy = False
+        self._asked_at = -_ASK_SECONDS
+        self._is_closed = self.is_busy = False
 
     def start(self) -> None:
         """Begin to work."""
@@ -79,7 +80,7 @@ class Chainer:
             events.ChainBegun(base=pending.id.directory, codec=self._deltas.parameters.text, seconds=seconds)
         )
         with self._lock:
-            self._next, self._is_asked = (pending.id, chain), False
+            self._next, self._asked_at = (pending.id, chain), -_ASK_SECONDS
             self._lock.notify_all()
 
     def _begin(self, pending: Pending) -> ChainWriter:
@@ -99,6 +100,8 @@ class Chainer:
                 self._append(pending)
                 with self._lock:
                     self.is_busy = pending.is_held = False
+            for _, chain in filter(None, (self._chain, self._next)):
+                chain.close()
         except BaseException:  # a thread that ends quietly would leave a chain that never grows again
             traceback.print_exc()
             os._exit(1)  # the trainer starts another agent
@@ -122,7 +125,7 @@ class Chainer:
         if (suspect := pending.suspect()) is not None:
             self._log.emit(events.DeltaSkipped(step=step, reason=suspect))
             return
-        if step <= base.step:
+        if step <= base.step or pending.id.lineage != self._lineage:  # of a trainer before: another history
             return
         started = time.monotonic()
         try:
@@ -164,10 +167,10 @@ class Chainer:
             return self._chain
 
     def _ask(self, reason: str) -> None:
-        """Once, until there is a base."""
+        """Once, until there is a base or that takes too long: it may have come to nothing."""
         with self._lock:
-            if not self._is_asked and not self._queue.is_waiting():
-                self._is_asked = True
+            if time.monotonic() > self._asked_at + _ASK_SECONDS and not self._queue.is_waiting():
+                self._asked_at = time.monotonic()
                 self._say({"type": "base_due", "reason": reason})
 
 

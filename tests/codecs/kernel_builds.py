@@ -25,7 +25,7 @@ def build(kernel: triton.JITFunction, **constants: int) -> str:
     signature = {name: "constexpr" if name in constants else TYPES[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    text: str = triton.compile(source, target=HOPPER).asm["ptx"]
+    text: str = triton.compile(source, target=HOPPER, options=kernels.BUILD).asm["ptx"]
     return text
 
 

@@ -231,8 +231,10 @@ class DeviceCoder:
 
     def _launch(self, kernel: Any, places: Places, *arguments: Any, **options: int) -> None:
         if places.grid[0]:
-            kernel[places.grid](places.table, places.leaves, *arguments, COLUMNS=COLUMNS, WIDTH=kernels.WIDTH,
-                                ALIGN=places.align, **options)  # fmt: skip
+            kernel[places.grid](
+                places.table, places.leaves, *arguments, COLUMNS=COLUMNS, WIDTH=kernels.WIDTH, ALIGN=places.align,
+                **options, **kernels.BUILD,
+            )  # fmt: skip
 
     def _exact(self, slots: Sequence[Slot]) -> list[bytes]:
         """The values of a group that could not be coded, which the reference holds."""

@@ -2,7 +2,7 @@
 
 Owns:    the arithmetic on the device.   Before: `device` lays out the tables.   After: `device` reads the results.
 Holds:   everything that leaves a kernel is a whole number, added or compared without an order, or a sum of two floats.
-         No product is added to anything, so that nothing is fused; what has the exponent 0 is zero to a quantiser.
+         Nothing is fused (BUILD), nothing flushed; what has the exponent 0 is zero to a quantiser.
 
 A program works on one tile: up to TILE_ROWS stretches of WIDTH entries of one leaf that are COLUMNS entries apart, so
 that a lane stays in one column of the signature and adds it up in a register. One launch does all leaves: `tiles` has
@@ -24,6 +24,7 @@ SLOT_FIELDS: Final = 5
 MOST_SYMBOLS: Final = 8
 STATS: Final = 3
 """Of a group: entries with a symbol, bits of the largest difference, bits of the largest magnitude of the new state."""
+BUILD: Final = {"enable_fp_fusion": False}
 NOTHING, SYMBOLS, VALUES = range(3)
 """What is done with a group: left alone; coded; replaced by the values."""
 LC, TERNARY, UNIFORM = range(3)

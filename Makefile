@@ -6,7 +6,7 @@ STAMP := $(VENV)/.stamp
 PIP_INSTALL := $(PY) -m pip -qq --no-input --disable-pip-version-check install
 
 .DEFAULT_GOAL := test
-.PHONY: test test-mpi test-horovod test-azure soak demo lint wheel-check clean
+.PHONY: test test-mpi test-horovod test-azure test-triton soak demo lint wheel-check clean
 
 # pytest comes last: its closing line is the last line of the output. Four processes on two cores: many tests wait, and
 # who is done early takes over from the others.
@@ -21,7 +21,7 @@ soak: $(STAMP)
 	@mkdir -p build && : > $(STEPWELL_SOAK_REPORT)
 	@$(PY) -m pytest -n 2 -m soak --timeout 7200; status=$$?; sort $(STEPWELL_SOAK_REPORT); exit $$status
 
-# MPI, Horovod and Azurite are installed beside the virtual environment, in build: without them their tests skip.
+# MPI, Horovod, Azurite and Triton are installed beside the virtual environment, in build: without them their tests skip.
 test-mpi: $(STAMP)
 	@tests/groups/get_mpi.sh $(PY)
 	@PYTHONPATH=$(CURDIR)/build/mpi $(PY) -m pytest tests/groups tests/adapters/test_scr_frameworks.py -k mpi
@@ -33,6 +33,11 @@ test-horovod: $(STAMP)
 test-azure: $(STAMP)
 	@test -d build/azurite/node_modules/azurite || npm install --silent --no-audit --no-fund --prefix build/azurite azurite
 	@$(PY) -m pytest tests/objects/test_azure.py
+
+# Kernels by Triton's interpreter, on the CPU.
+test-triton: $(STAMP)
+	@test -d build/triton/triton || $(PIP_INSTALL) --no-deps --constraint constraints.txt --target build/triton triton
+	@PYTHONPATH=$(CURDIR)/build/triton $(PY) -m pytest -n 2 tests/codecs/test_device.py tests/benchmarks/test_lc.py -k device
 
 demo: $(STAMP)
 	@echo "training on handwritten digits twice: once uninterrupted, once with five kills (about a minute)"

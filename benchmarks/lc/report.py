@@ -22,10 +22,10 @@ def wait_while_quiet() -> None:
         time.sleep(1)
 
 
-def origin() -> dict[str, Any]:
+def origin(device: str = "cpu") -> dict[str, Any]:
     command = " ".join(["python", f"benchmarks/lc/{Path(sys.argv[0]).name}", *hide_folders(sys.argv[1:])])
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return {"machine": machine("cpu"), "date": when, "command": command, "commit": commit()}
+    return {"machine": machine(device), "date": when, "command": command, "commit": commit()}
 
 
 def hide_folders(arguments: Sequence[str]) -> list[str]:
@@ -33,18 +33,22 @@ def hide_folders(arguments: Sequence[str]) -> list[str]:
     return [Path(a).name if os.sep in a and not a.startswith("-") and Path(a).is_absolute() else a for a in arguments]
 
 
-def save(name: str, title: str, result: dict[str, Any], table: str, draw: Callable[[Any], None], out: Path) -> None:
-    """Write `name`.json, .md and .png below `out`."""
-    result = {**origin(), **result}
+def save(name: str, title: str, result: dict[str, Any], table: str, draw: Callable[[Any], None] | None, out: Path,
+         device: str = "cpu") -> None:  # fmt: skip
+    """Write `name`.json and .md below `out`, and .png if there is something to draw."""
+    result = {**origin(device), **result}
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     facts = result["machine"]
     head = (
-        f"# {title}, {result['date']}\n\n{facts['processor']}, {facts['cores']} cores (one thread used), "
+        f"# {title}, {result['date']}\n\n{'' if device == 'cpu' else facts['device'] + '; '}"
+        f"{facts['processor']}, {facts['cores']} cores (one thread used), "
         f"{facts['memory']}; Python {facts['python']}, torch {facts['torch']}; commit {result['commit']}.\n"
         f"Command: `{result['command']}`\n\n"
     )
     (out / f"{name}.md").write_text(head + table + "\n")
+    if draw is None:
+        return
     import matplotlib
 
     matplotlib.use("Agg")

@@ -8,6 +8,7 @@
     |-- PersistError      a snapshot did not become durable
     |-- AgentError        the agent process could not be started or reached
     |-- DataError         the data source cannot be resumed
+    |-- RoomError         the device has no memory for a copy of the state
     |-- VoidError         a checkpoint of many ranks came to nothing, because one of them could not take part
     |-- StorageError      a bucket cannot be reached, or refuses (an OSError too)
     |   `-- PeerError     another node cannot be reached, or refuses
@@ -61,6 +62,10 @@ class AgentError(StepwellError):
 
 class DataError(StepwellError):
     """The data source cannot be brought back to a position."""
+
+
+class RoomError(StepwellError):
+    """The device has no memory for a copy of the state; what needs it can be done on the host."""
 
 
 class VoidError(StepwellError):

@@ -5,6 +5,7 @@ to be. No figure of theirs is looked at.
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import os
 import struct
@@ -55,6 +56,14 @@ def check(out: Path, *names: str) -> None:
 def test_speed(tmp_path: Path) -> None:
     run("speed", tmp_path, "--entries", "50000", "--repeats", "1")
     check(tmp_path, "speed")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed (make test-triton)")
+def test_device(tmp_path: Path) -> None:
+    run("device", tmp_path, "--device", "cpu", "--entries", "9000", "--leaves", "2", "--repeats", "1", "--no-compile")
+    assert "known tables" in (tmp_path / "device.md").read_text()
+    assert {"machine", "codecs", "copy"} <= set(json.loads((tmp_path / "device.json").read_text()))
 
 
 @pytest.mark.soak

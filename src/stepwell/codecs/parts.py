@@ -47,7 +47,7 @@ def code(part: Part, values: Sequence[AnyArray], state: AnyArray, memory: Memory
     if part.is_held:
         return b"", Facts()
     if part.spec.is_delta:
-        coded = _make_symbols(part, cast("Sequence[Floats]", values), state, memory, reuse)
+        coded = make_symbols(part, cast("Sequence[Floats]", values), state, memory, reuse)
         return seal(part, coded, memory, reuse=reuse, dictionary_bytes=dictionary_bytes), coded.facts
     if isinstance(part.spec, Top):
         return lossless.encode_top(part, values, state), Facts()
@@ -66,7 +66,8 @@ def apply(part: Part, data: memoryview, state: AnyArray, memory: Memory) -> None
         lossless.decode_bytes(part, data, state)
 
 
-def _make_symbols(part: Part, values: Sequence[Floats], state: Floats, memory: Memory, reuse: bool) -> Coded:
+def make_symbols(part: Part, values: Sequence[Floats], state: Floats, memory: Memory, reuse: bool) -> Coded:
+    """Symbols of a part of differences, and the state moved on by them."""
     bits, coded, position = stored_bits(part.spec), Coded(), 0
     room = np.empty(group_nbytes(part.slots, bits), np.uint8)
     by_name = {slot.leaf.name: value for slot, value in zip(part.slots, values, strict=True)}

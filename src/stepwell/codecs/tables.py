@@ -94,13 +94,13 @@ class StepTable(Table):
         step = from_bf16(np.array(heads, np.uint16))[0]
         with np.errstate(all="ignore"):  # a forged step; those of ours have multiples and a reciprocal
             self.values = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32) * step
-            self._per_step = np.float32(1) / step
+            self.per_step: np.float32 = np.float32(1) / step
         self.reach = (MOST_STEPS + 1) * float(step)
 
     def assign(self, delta: Floats, codes: Bytes, rooms: Rooms) -> None:
         steps = rooms.floats[: delta.size]
         with np.errstate(over="ignore"):  # a step of an older table may be very small: more than can be counted
-            np.multiply(delta, self._per_step, out=steps)
+            np.multiply(delta, self.per_step, out=steps)
         np.rint(steps, out=steps)
         np.clip(steps, -MOST_STEPS, MOST_STEPS, out=steps)
         np.copyto(codes.view(np.int8), steps, casting="unsafe")

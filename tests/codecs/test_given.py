@@ -1,0 +1,83 @@
+"""Parts that come coded: the chain is the same, and who gives the wrong ones is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepwell.codecs.chain import ChainWriter
+from stepwell.codecs.coder import Given
+from stepwell.codecs.image import Image
+from stepwell.codecs.layout import Deltas, as_bytes
+from stepwell.codecs.parts import Memory, make_symbols
+from stepwell.codecs.replay import restore
+from stepwell.codecs.signature import part_digest, signature
+from stepwell.codecs.spec import LC
+from stepwell.errors import ConfigError
+from tests.codecs.walks import LEAVES, Arrays, walk
+
+DELTAS = Deltas(small="pool", skip_every=4, keep_segments=9)
+
+
+class Elsewhere:
+    """Codes the parameters of a walk, as a device would."""
+
+    def __init__(self, base: Arrays, parts: tuple) -> None:
+        self.number = next(number for number, part in enumerate(parts) if part.spec == LC())
+        self.part, self.base = parts[self.number], base
+        self.names = {slot.leaf.name for slot in self.part.slots}
+        self.image, self.memory = Image([self.part]), Memory()
+        self.image.fill([self.pieces(base)])
+
+    def pieces(self, state: Arrays) -> list:
+        return [state[slot.leaf.name].reshape(-1) for slot in self.part.slots]
+
+    def code(self, state: Arrays, *, is_skip: bool) -> dict[int, Given]:
+        part, array = self.part.for_skip(DELTAS.skip) if is_skip else self.part, self.image.arrays[0]
+        if is_skip:
+            self.image.fill([self.pieces(self.base)])
+        memory = Memory() if is_skip else self.memory
+        coded = make_symbols(part, self.pieces(state), array, memory, reuse=not is_skip)
+        self.memory = Memory() if is_skip else memory
+        return {self.number: Given(coded, part_digest(array.nbytes, signature(as_bytes(array))))}
+
+
+def test_a_chain_of_given_parts_has_the_same_bytes(tmp_path: Path) -> None:
+    states = walk()
+    base = next(states)
+    with ChainWriter.start(tmp_path / "whole", LEAVES, base, step=0, deltas=DELTAS) as whole:
+        coder = Elsewhere(base, whole._document.parts)
+        with ChainWriter.start(
+            tmp_path / "given", LEAVES, base, step=0, deltas=DELTAS, elsewhere=[coder.number]
+        ) as chain:
+            for step in range(1, 11):
+                state = next(states)
+                whole.append(step, state)
+                others = {name: value for name, value in state.items() if name not in coder.names}
+                done = chain.append(step, others, given=coder.code(state, is_skip=chain.is_skip_next))
+                assert done.kind == ("skip" if step in (5, 9) else "delta")
+            assert not coder.names & set(chain.state())
+            given = coder.code(state, is_skip=False)
+            for wrong in ({}, {**given, coder.number + 1: given[coder.number]}):
+                with pytest.raises(ConfigError, match="came coded"):
+                    chain.append(11, others, given=wrong)
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "given" / path.name).read_bytes(), path.name
+    assert restore(tmp_path / "given").number == 10
+
+
+def test_control_a_wrong_digest_of_a_given_part_is_found(tmp_path: Path) -> None:
+    states = walk()
+    base = next(states)
+    with ChainWriter.start(tmp_path / "first", LEAVES, base, step=0, deltas=DELTAS) as chain:
+        coder = Elsewhere(base, chain._document.parts)
+    with ChainWriter.start(tmp_path / "chain", LEAVES, base, step=0, deltas=DELTAS, elsewhere=[coder.number]) as chain:
+        for step in (1, 2):
+            state = next(states)
+            given = coder.code(state, is_skip=False)
+            if step == 2:
+                given = {coder.number: Given(given[coder.number].coded, bytes(16))}
+            chain.append(step, {n: v for n, v in state.items() if n not in coder.names}, given=given)
+    found = restore(tmp_path / "chain")
+    assert found.number == 1 and "record 2" in str(found.stopped) and "digest" in str(found.stopped)

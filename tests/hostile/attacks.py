@@ -150,6 +150,34 @@ attack("lineage of 100 GB", lambda f: sparse(f.paths.lineage(2), 100 << 30), "er
 attack("progress of 100 GB", lambda f: sparse(f.paths.progress, 100 << 30), "newest", "")
 attack("shard of 100 GB", lambda f: sparse(f.shard_path, 100 << 30), names="rank-00000.safetensors")
 
+# -- chains: nothing in them is newer than the checkpoint, and nobody needs them --------------------------------------
+GOLDEN = Path(__file__).parent.parent / "golden" / "chain1" / "zstd"
+
+
+def chain(forgery: Forgery) -> Path:
+    """Where the chain of the newest checkpoint would be."""
+    path = forgery.root / "chains" / forgery.id.directory
+    path.mkdir(parents=True)
+    return path
+
+
+def golden_chain(forgery: Forgery) -> Path:
+    """A good chain, of something else."""
+    path = chain(forgery)
+    shutil.copytree(GOLDEN, path, dirs_exist_ok=True)
+    return path
+
+
+attack("chains are a link", lambda f: link(f.root / "chains", f.canary), "newest", "")
+attack("a chain is a link", lambda f: link(chain(f), f.canary), "newest", "")
+attack("a chain's document is a link", lambda f: link(chain(f) / "chain.json", f.canary / "secret"), "newest", "")
+attack("a chain's document of 100 GB", lambda f: sparse(chain(f) / "chain.json", 100 << 30), "newest", "")
+attack("a chain's document is a pipe", lambda f: fifo(chain(f) / "chain.json"), "newest", "")
+attack("a segment is a link", lambda f: link(golden_chain(f) / "00000001.seg", f.canary / "secret"), "newest", "")
+attack("a segment of 100 GB", lambda f: sparse(golden_chain(f) / "00000001.seg", 100 << 30), "newest", "")
+attack("a segment is a pipe", lambda f: fifo(golden_chain(f) / "00000001.seg"), "newest", "")
+attack("a chain of another base", golden_chain, "newest", "")
+
 # -- JSON -------------------------------------------------------------------------------------------------------------
 DEEP = 1_000_000
 attack("record is empty", lambda f: f.record_text("{}"))

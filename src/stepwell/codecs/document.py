@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from stepwell.codecs.layout import Leaf, Part, place
+from stepwell.codecs.record import MOST_NOTE_BYTES
 from stepwell.codecs.spec import Spec, parse
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.format import dtypes
@@ -45,6 +46,11 @@ class Document:
     def nbytes(self) -> int:
         """Bytes of all leaves."""
         return sum(slot.leaf.nbytes for part in self.parts for slot in part.slots)
+
+    @property
+    def most_record_nbytes(self) -> int:
+        """More than any record can have: every value as it is, tables, and the longest note."""
+        return 2 * self.nbytes + MOST_NOTE_BYTES + (1 << 20)
 
     def dump(self) -> bytes:
         """Bytes of the file."""

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from stepwell.codecs.record import Head, cut, load_note
+from stepwell.codecs.replay import read_document
 from stepwell.codecs.segment import list_segments, read_records
 from stepwell.errors import DamagedError
 
@@ -26,11 +27,14 @@ class Listed:
 
 
 def list_records(directory: Path) -> list[Listed]:
-    """All records that are whole; a reader may still find that one of them does not fit the one before."""
-    found: list[Listed] = []
+    """All records that are whole; a reader may still find that one of them does not fit the one before.
+
+    Raises DamagedError if there is no chain.
+    """
+    found, most = list[Listed](), read_document(directory).most_record_nbytes
     for _, path in list_segments(directory):
         try:
-            for item in read_records(path):
+            for item in read_records(path, most):
                 head, body = item.head, item.body
                 found.append(Listed(head.number, head.step, len(body), partial(_note, head, body)))
         except DamagedError:
@@ -38,14 +42,16 @@ def list_records(directory: Path) -> list[Listed]:
     return found
 
 
-def check_records(path: Path) -> None:
-    """Read a file of records. Raises DamagedError, but not for a last one that a crash cut off."""
-    try:
-        for _ in read_records(path):
-            pass
-    except DamagedError as error:
-        if not error.fields.get("torn"):
-            raise
+def check_records(directory: Path) -> None:
+    """Read all of a chain's files. Raises DamagedError, but not for a last record that a crash cut off."""
+    most = read_document(directory).most_record_nbytes
+    for _, path in list_segments(directory):
+        try:
+            for _ in read_records(path, most):
+                pass
+        except DamagedError as error:
+            if not error.fields.get("torn"):
+                raise
 
 
 def _note(head: Head, body: memoryview) -> bytes:

@@ -64,7 +64,7 @@ def read_document(directory: Path) -> Document:
     """What the chain in a directory is of. Raises DamagedError."""
     path = directory / document.NAME
     try:
-        with open(path, "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             data = file.read(_MOST_DOCUMENT_BYTES + 1)
     except OSError as error:
         raise DamagedError(f"{path}: cannot be read: {error.strerror}; there is no chain", path=str(path)) from None
@@ -81,7 +81,7 @@ def read_base(directory: Path, about: Document) -> Image:
         raise DamagedError(f"{path}: {error.strerror}", path=str(path)) from None
     if found_nbytes != expected:  # before anything is allocated for it
         raise DamagedError(f"{path}: {found_nbytes} bytes, expected {expected}", path=str(path), expected=expected)
-    (found,) = list(read_records(path))
+    (found,) = list(read_records(path, about.most_record_nbytes))
     if found.head.kind != record.BASE or found.head.manifest != about.manifest:
         raise DamagedError(f"{path}: not the base of this chain", path=str(path))
     image = Image(about.parts)
@@ -148,7 +148,7 @@ def _advance(about: Document, path: Path, first: int, image: Image, until: int |
     memories = [Memory() for _ in about.parts]
     expected = first
     try:
-        for found in read_records(path):
+        for found in read_records(path, about.most_record_nbytes):
             _check_place(about, found.head, expected, done, str(path))
             done.is_half = True
             memories = _apply(about, found, done, memories)

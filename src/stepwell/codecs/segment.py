@@ -12,13 +12,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from stepwell.codecs.record import HEAD_NBYTES, Head, body_digest
 from stepwell.errors import DamagedError, PersistError
 
 BASE_NAME: Final = "base.bin"
 _NAME: Final = re.compile(r"([0-9]{8,19})\.seg")
+_MOST_RECORDS: Final = 256
+"""In one file. A chain asks for a base long before."""
+_PIECE: Final = 1 << 20
 
 
 def segment_name(number: int) -> str:
@@ -93,9 +96,9 @@ class Found:
     body: memoryview
 
 
-def read_records(path: Path) -> Iterator[Found]:
-    """The records of a file in order. Raises DamagedError at the first that is not whole, with `torn` in its fields:
-    whether nothing follows it, as after a crash.
+def read_records(path: Path, most_nbytes: int) -> Iterator[Found]:
+    """The records of a file in order, each of at most so many bytes. Raises DamagedError at the first that is not
+    whole, with `torn` in its fields: whether nothing follows it, as after a crash.
     """
     name = str(path)
     try:
@@ -104,17 +107,21 @@ def read_records(path: Path) -> Iterator[Found]:
         raise DamagedError(f"{name}: cannot be opened: {error.strerror}", path=name, torn=False) from None
     with os.fdopen(fd, "rb") as file:
         left = os.fstat(fd).st_size
+        if left > _MOST_RECORDS * most_nbytes:
+            raise DamagedError(f"{name}: {left} bytes, more than records of this chain can have", path=name, torn=False)
         while left:
             data = file.read(min(HEAD_NBYTES, left))
             left -= len(data)
-            if len(data) < HEAD_NBYTES or (not any(data) and not any(file.read())):
+            if len(data) < HEAD_NBYTES or (not any(data) and _are_zeros(file)):
                 raise DamagedError(f"{name}: the last record is cut off", path=name, torn=True)
             try:
                 head = Head.load(data, path=name)
             except DamagedError as error:
                 # With nothing but zeros behind it, a head that was not wholly written.
-                raise DamagedError(str(error), path=name, torn=not any(file.read())) from None
-            if head.body_nbytes > left:  # before anything is allocated for it
+                raise DamagedError(str(error), path=name, torn=_are_zeros(file)) from None
+            if head.body_nbytes > most_nbytes:  # before anything is allocated for it
+                raise DamagedError(f"{name}: record {head.number} of {head.body_nbytes} bytes", path=name, torn=False)
+            if head.body_nbytes > left:
                 raise DamagedError(
                     f"{name}: record {head.number} is cut off: {left} of {head.body_nbytes} bytes", path=name, torn=True
                 )
@@ -123,3 +130,11 @@ def read_records(path: Path) -> Iterator[Found]:
             if body_digest(body) != head.body_digest:
                 raise DamagedError(f"{name}: record {head.number} does not have its checksum", path=name, torn=not left)
             yield Found(head, body)
+
+
+def _are_zeros(file: BinaryIO) -> bool:
+    """Whether nothing else follows."""
+    while data := file.read(_PIECE):
+        if data.count(0) != len(data):
+            return False
+    return True

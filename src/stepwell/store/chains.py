@@ -7,9 +7,11 @@ Holds:   a chain loses its document first, so that what remains after a crash is
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Final
 
+from stepwell.errors import DamagedError
 from stepwell.faults import crash_point
 from stepwell.store import files
 from stepwell.store.objects import ObjectPath
@@ -30,7 +32,9 @@ def list_chains(paths: RunPaths) -> list[tuple[CheckpointId, Path]]:
     if isinstance(paths.root, ObjectPath):
         return []
     directory = paths.root / "chains"
-    ids = [id for id in map(CheckpointId.parse, files.list_names(directory)) if id is not None]
+    ids: list[CheckpointId] = []
+    with contextlib.suppress(DamagedError):  # no directory: nobody needs what is behind it
+        ids = [id for id in map(CheckpointId.parse, files.list_names(directory)) if id is not None]
     found = [(id, directory / id.directory) for id in sorted(ids, reverse=True)]
     return [(id, path) for id, path in found if files.is_directory(path) and files.exists(path / _DOCUMENT)]
 

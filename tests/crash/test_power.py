@@ -99,7 +99,7 @@ def need_fuse() -> None:
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PowerDisk]:
     need_fuse()
-    monkeypatch.setattr("stepwell.agent.persist.file_system_type", lambda root: "ext4")  # as which it stands here,
+    monkeypatch.setattr("stepwell.agent.shelf.file_system_type", lambda root: "ext4")  # as which it stands here,
     monkeypatch.setattr(spare, "_is_ours_alone", lambda path: True)  # but FUSE has no leases; nobody else reads it
     disk = PowerDisk(tmp_path)
     yield disk

@@ -19,6 +19,7 @@ from stepwell.codecs.segment import list_segments
 from stepwell.codecs.spec import LC, Raw, Spec, Ternary, Uniform, Zstd
 from stepwell.errors import ConfigError, PersistError, StateError
 from tests.codecs.walks import LEAVES, Arrays, assert_is, walk, write
+from tests.ranks.conftest import soak
 
 READER = """
 import json, sys
@@ -35,7 +36,7 @@ json.dump([[r.number, r.step, r.stopped, digest(r.leaves)] for r in found], sys.
 
 @pytest.mark.parametrize(
     "spec",
-    [LC(bits=3), LC(bits=2, scope="global", entropy="huffman"), Ternary(), Uniform(1.0)],
+    [LC(bits=3), soak(LC(bits=2, scope="global", entropy="huffman")), soak(Ternary()), soak(Uniform(1.0))],
     ids=lambda spec: spec.name,
 )
 def test_200_records_in_a_fresh_process(spec: Spec, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from typing import Any
 
@@ -15,6 +14,7 @@ import stepwell.data
 from stepwell.data.augment import Keyed, Ticket, seed_generators
 from stepwell.data.cursor import Cursor
 from stepwell.data.source import LoaderSource
+from tests.ranks.conftest import soak
 
 N = 23
 Draws = dict[int, tuple[float, ...]]
@@ -94,7 +94,7 @@ def test_it_does_not_matter_how_a_sample_is_read(options: dict[str, Any], expect
         assert by_sample(rows) == expected[epoch]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("method", [name for name in multiprocessing.get_all_start_methods() if name != "fork"])
+@pytest.mark.parametrize("method", ["spawn", soak("forkserver")])
 def test_nor_how_workers_are_started(method: str, expected: list[Draws]) -> None:
     made = source(num_workers=1, multiprocessing_context=method, persistent_workers=True)
     assert by_sample(stream(made, 1)) == expected[1]

@@ -94,7 +94,11 @@ def run(where: Path, name: str, steps: int, epochs: int = 3) -> list[tuple[int, 
 @pytest.mark.parametrize(
     ("name", "stops"),
     [
-        pytest.param(name, stops, marks=pytest.mark.soak if "torchdata" in name and stops != (1, 2, 1) else ())
+        pytest.param(
+            name,
+            stops,
+            marks=pytest.mark.soak if "torchdata" in name and (stops != (1, 2, 1) or "workers" in name) else (),
+        )
         for name in SOURCES
         for stops in ((1, 2, 1), (5, 1), (6, 1))
     ],

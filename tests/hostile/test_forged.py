@@ -36,9 +36,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return {result["name"]: result for result in found}
 
 
-def make(base: Path) -> str:
+def make(base: Path, *words: str) -> str:
+    """Each forgery meets one command of the CLI, in turn; with the word `all` it meets all of them."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.victim", str(base)],
+        [sys.executable, "-m", "tests.hostile.victim", str(base), *words],
         capture_output=True,
         text=True,
         timeout=240,
@@ -65,6 +66,12 @@ def test_forged(results: Results, name: str) -> None:
     else:
         assert found["step"] == 2 and found["error"] is None, found["error"]
         assert found["damage"] == []
+
+
+@pytest.mark.soak
+def test_all_commands_on_all_forgeries(tmp_path: Path) -> None:
+    for result in map(json.loads, make(tmp_path, "all").splitlines()):
+        assert result["commands"] == [] or result["name"].startswith("control: "), result["name"]
 
 
 def test_nothing_named_in_a_checkpoint_was_imported(results: Results) -> None:

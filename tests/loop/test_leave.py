@@ -155,6 +155,7 @@ def test_a_handler_that_was_there_before_is_called(where: Path, handler: str, st
     assert leaver.events("left")[0]["durable"]
 
 
+@pytest.mark.soak
 def test_a_handler_below_python_is_left_alone(where: Path) -> None:
     leaver = Leaver(where, at=5, handler="faulthandler")
     leaver.until("middle")
@@ -200,6 +201,7 @@ def test_a_launcher_ends_everybody_when_one_dies(where: Path, has_notice: bool) 
     assert max(event["step"] for event in leaver.events("commit")) == (1 if has_notice else 3)
 
 
+@pytest.mark.soak
 def test_a_forked_child_that_is_told_to_leave_does_not_take_its_parent_along(where: Path) -> None:
     leaver = Leaver(where, at=5, how="child")
     assert leaver.until("child") == "child -15"

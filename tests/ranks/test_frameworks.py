@@ -35,7 +35,7 @@ class Framework(Job):
 @pytest.mark.parametrize(
     ("kind", "world"),
     [
-        ("zero", 3),
+        soak("zero", 3),
         ("pipeline", 2),
         soak("fsdp1", 2),
         ("fsdp2", 3),

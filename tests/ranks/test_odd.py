@@ -175,7 +175,7 @@ def test_too_little_memory_for_a_copy(make: Any, tmp_path: Path) -> None:
     job.check_nothing_left()
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [False, soak(True)])
 def test_a_disk_that_is_full_for_a_while(streamed: bool, make: Any) -> None:
     """One rank cannot write one checkpoint, or say so at once: nobody waits for long, and nothing is left of it."""
     wishes = {"steps": 30, "pause": 0.05} | ({"host_memory": 1} if streamed else {})
@@ -274,7 +274,7 @@ def test_ranks_that_were_killed_a_step_apart(make: Any, tmp_path: Path) -> None:
 # -- saves, the end, leaving ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [{"every": 3}, {"seconds": 0.05}])
+@pytest.mark.parametrize("policy", [soak({"every": 3}), {"seconds": 0.05}])
 def test_saves_that_are_asked_for_among_those_of_the_policy(policy: dict[str, Any], make: Any) -> None:
     job = make()
     launch = job.go(steps=12, save=[3, 4, 5, 9], named=4, keep=10, **policy)

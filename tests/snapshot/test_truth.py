@@ -13,6 +13,7 @@ from stepwell.snapshot import arrange, host, program
 from stepwell.snapshot.guard import Guard
 from stepwell.snapshot.snapshotter import Snapshotter
 from stepwell.state.roles import Role, assign_roles
+from tests.ranks.conftest import soak
 from tests.snapshot.cases import CASES, averaged_through_data
 from tests.snapshot.truth import Case, Outcome, run
 
@@ -22,8 +23,11 @@ def slow_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "_slow_copy", 0.01)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("strategy", ["auto", "blocking"])
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [("auto", name) for name in CASES]
+    + [("blocking", name) if name == "several" else soak("blocking", name) for name in CASES],
+)
 def test_checkpoint_equals_state_at_its_step(name: str, strategy: str, run_dir: Path) -> None:
     case = CASES[name]("cpu")
     case.options["snapshot"] = strategy

@@ -67,6 +67,15 @@ def test_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_live(tmp_path: Path) -> None:
+    sizes = ["--width", "64", "--layers", "1", "--length", "32", "--batch", "2"]
+    run("live", tmp_path, "--rounds", "1", "--kills", "1", "--steps", "24", *sizes)
+    check(tmp_path, "live")
+    (kill,) = json.loads((tmp_path / "live.json").read_text())["kills"]
+    assert kill["source"] == "chain"
+
+
+@pytest.mark.soak
 def test_breakdown_and_overhead(tmp_path: Path, data: Path) -> None:
     run("breakdown", tmp_path, "--data", str(data), "--records", "2", "--only", "logistic/mnist,mf/movielens")
     run("overhead", tmp_path, "--data", str(data), "--steps", "2", "--seeds", "0", "--only", "lenet/fashion")

@@ -87,8 +87,8 @@ def kill(number: int, folder: Path, passed: list[str], steps: int, deltas: str, 
     given = {"run": run, "deltas": deltas, "base_seconds": 0, "steps": steps}
     process = subprocess.Popen(command(log, passed, **given), start_new_session=True)
     at = random.Random(number).randint(steps // 4, steps // 2)
-    while not log.exists() or not read(log) or read(log)[-1][0] < at:
-        time.sleep(0.01)
+    while not log.exists() or not (lines := read(log)) or lines[-1][0] < at or not lines[-1][3]:
+        time.sleep(0.01)  # until then, and until something is durable
         assert process.poll() is None
     agent = events(run, "start")[0]["agent_pid"]
     os.kill(agent, signal.SIGKILL)

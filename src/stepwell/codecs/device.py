@@ -28,11 +28,12 @@ from stepwell.codecs.groups import AGAIN, EXACT, FRESH, SAME, Coded, Kept
 from stepwell.codecs.histogram import Histogram
 from stepwell.codecs.layout import Part, Slot
 from stepwell.codecs.signature import COLUMNS, FACTOR, part_digest
-from stepwell.codecs.spec import LC, Spec, Ternary
+from stepwell.codecs.spec import LC, Spec, Ternary, Uniform
 from stepwell.codecs.tables import make_table, stored_bits, wanted_ranges
 from stepwell.errors import ConfigError, RoomError, StateError
 
 _NO_MAGNITUDE: Final = 0x7FFFFFFF
+_KINDS: Final = {LC: kernels.LC, Ternary: kernels.TERNARY, Uniform: kernels.UNIFORM}
 
 
 class _Side:
@@ -217,12 +218,10 @@ class DeviceCoder:
     def _run(self, part: Part, places: Places, tables: Uploaded) -> None:
         """The second pass; what it left wrong is put right at once, while the tensors are as they were."""
         results, sums = self._results, (places.powers, self._results.sums, places.tiles.rows)
-        kind = kernels.LC if isinstance(part.spec, LC) else kernels.TERNARY
-        kind = kind if isinstance(part.spec, (LC, Ternary)) else kernels.UNIFORM
         results.clear()
         self._launch(
             kernels.encode, places, tables.modes, self.reference, places.packed, tables.values, tables.keys,
-            tables.scales, results.stats, *sums, KIND=kind, BITS=places.bits, FACTOR=FACTOR,
+            tables.scales, results.stats, *sums, KIND=_KINDS[type(part.spec)], BITS=places.bits, FACTOR=FACTOR,
         )  # fmt: skip
         self._launch(
             kernels.settle, places, tables.modes, self.reference, results.stats, *sums, MOST=UNCODABLE, FACTOR=FACTOR

@@ -69,7 +69,7 @@ def test_device(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_live(tmp_path: Path) -> None:
     sizes = ["--width", "64", "--layers", "1", "--length", "32", "--batch", "2"]
-    run("live", tmp_path, "--rounds", "1", "--kills", "1", "--steps", "24", *sizes)
+    run("live", tmp_path, "--rounds", "1", "--kills", "1", "--steps", "60", *sizes)
     check(tmp_path, "live")
     (kill,) = json.loads((tmp_path / "live.json").read_text())["kills"]
     assert kill["source"] == "chain"

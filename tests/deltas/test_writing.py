@@ -25,6 +25,7 @@ from stepwell.codecs import message
 from stepwell.codecs.chain import ChainWriter
 from stepwell.codecs.spec import Raw
 from stepwell.journal import EventLog
+from stepwell.store.catalog import scan
 from stepwell.store.chains import list_chains
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
@@ -130,6 +131,17 @@ def test_a_policy_makes_bases_and_the_last_step_is_exact(run_dir: Path) -> None:
     assert again.ckpt.restore(prefer="newest") and again.events("restore")[-1]["source"] == "disk"
     assert all(torch.equal(left, truth[max(truth)][f"model/{name}"]) for name, left in again.model.state_dict().items())
     again.ckpt.close(save=False)
+
+
+def test_a_checkpoint_takes_its_chain_along(run_dir: Path) -> None:
+    """`stepwell prune` here (forced: this process lives), and the agent's own: nothing is left without its base."""
+    run = chained(run_dir, policy=stepwell.Every(steps=5), keep=4)
+    train(run, 30)
+    run.ckpt.close()
+    assert CliRunner().invoke(main, ["prune", str(run_dir), "--keep", "2", "--force"]).exit_code == 0
+    committed = {entry.id for entry in scan(RunPaths(run_dir)) if entry.is_committed}
+    assert len(committed) == 2 and {id for id, _ in list_chains(RunPaths(run_dir))} <= committed
+    assert len(list((run_dir / "chains").iterdir())) <= 2
 
 
 def test_other_leaves_need_another_base(run_dir: Path) -> None:

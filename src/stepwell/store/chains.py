@@ -14,7 +14,7 @@ from typing import Final
 from stepwell.errors import DamagedError
 from stepwell.faults import crash_point
 from stepwell.store import files
-from stepwell.store.objects import ObjectPath
+from stepwell.store.objects import Location, ObjectPath
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
@@ -42,13 +42,20 @@ def list_chains(paths: RunPaths) -> list[tuple[CheckpointId, Path]]:
 def remove_chains(paths: RunPaths, keep: int) -> None:
     """Remove all but the newest ones, and what is left of those that were being removed."""
     kept = {id for id, _ in list_chains(paths)[:keep]}
-    assert not isinstance(paths.root, ObjectPath)
     for name in files.list_names(paths.root / "chains"):
-        path, id = paths.root / "chains" / name, CheckpointId.parse(name)
-        if id is not None and id not in kept and files.is_directory(path):
-            crash_point("chain.prune")
-            files.remove(path / _DOCUMENT)
-            files.sync_directory(path)
-            for other in files.list_names(path):
-                files.remove(path / other)
-            files.remove_directory(path)
+        id = CheckpointId.parse(name)
+        if id is not None and id not in kept:
+            remove_chain(paths.root, id)
+
+
+def remove_chain(root: Location, base: CheckpointId) -> None:
+    """Remove the records against a base, if there are some."""
+    path = root / "chains" / base.directory
+    if isinstance(path, ObjectPath) or not files.is_directory(path):
+        return
+    crash_point("chain.prune")
+    files.remove(path / _DOCUMENT)
+    files.sync_directory(path)
+    for name in files.list_names(path):
+        files.remove(path / name)
+    files.remove_directory(path)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from stepwell.faults import crash_point
 from stepwell.store import files
 from stepwell.store.catalog import Entry
+from stepwell.store.chains import remove_chain
 from stepwell.store.paths import RunPaths
 from stepwell.store.spare import Spare, is_left_over
 from stepwell.types import Keep
@@ -53,6 +54,7 @@ def remove_checkpoint(entry: Entry, spare: Spare | None = None) -> None:
     files.remove(entry.path / "manifest.json")
     files.sync_directory(entry.path)  # before the shards go: a power loss must not bring the manifest back alone
     crash_point("prune.unlisted")
+    remove_chain(entry.path.parent, entry.id)
     remove_directory(entry, spare)
 
 

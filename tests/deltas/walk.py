@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import stepwell
+from tests.levels.peer_node import until
 from tests.loop.small import Numbers, Small
 
 State = dict[str, torch.Tensor]
@@ -87,8 +90,14 @@ def settle(run: Small, first: int | None) -> None:
 
 
 def crashed(run: Small, to: Path) -> Path:
-    """What is on disk now, in another place: no agent and no memory belong to it."""
-    return Path(shutil.copytree(run.where, to))
+    """What is on disk now, in another place: no agent and no memory belong to it. The agent stands still meanwhile."""
+    agent = run.ckpt.status().agent_pid
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        until(lambda: "T" in Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[0])
+        return Path(shutil.copytree(run.where, to))
+    finally:
+        os.kill(agent, signal.SIGCONT)
 
 
 def distance(found: State, truth: State, start: State) -> float:

@@ -13,6 +13,8 @@ from stepwell.faults import OF_CHAINS
 from tests.crash.harness import Ending, Run, wait_for
 from tests.crash.scenes import Scene, Victim, play
 
+SLOW = {"TRAIN_PACE": "0.1"}
+"""A busy machine needs a while for the first base."""
 SHORT = ("both-at-chain.appended-3", "agent-at-chain.begin-3", "trainer-at-chain.appended-3")
 
 
@@ -29,7 +31,7 @@ def test_a_death_at_a_point(scene: Scene, run: Run, tmp_path: Path, reference: E
 
 
 def test_an_uninterrupted_run_is_not_disturbed(run: Run, reference: Ending) -> None:
-    assert run.start().wait() == 0
+    assert run.start(**SLOW).wait() == 0
     run.wait_gone()
     assert len(run.events("delta")) > reference.step // 2
     run.check_identical(reference)
@@ -38,7 +40,7 @@ def test_an_uninterrupted_run_is_not_disturbed(run: Run, reference: Ending) -> N
 
 def test_a_trainer_alone_loses_nothing(run: Run, reference: Ending) -> None:
     """Its agent still has the newest snapshot, exact; the chain is not needed."""
-    trainer = run.start()
+    trainer = run.start(**SLOW)
     wait_for(lambda: len(run.events("delta")) > 8, "records")
     trainer.kill()
     trainer.wait()
@@ -51,7 +53,7 @@ def test_a_trainer_alone_loses_nothing(run: Run, reference: Ending) -> None:
 
 def test_a_machine_loses_one_step_at_most(run: Run, reference: Ending) -> None:
     """Both processes die; the next start goes on from the newest record, and the run comes to its end."""
-    trainer = run.start(TRAIN_EVERY="1000")
+    trainer = run.start(TRAIN_EVERY="1000", **SLOW)
     wait_for(lambda: len(run.events("delta")) > 12, "records")
     agents = run.agents()
     for process in (*agents, trainer):

@@ -134,8 +134,10 @@ def reopen(
 
     each(group, "the data", begin)
 
-    def next_lineage(parent: int, step: int) -> Lineage:
-        made = lead(group, "the next lineage", lambda: create_next(paths, parent=parent, step=step).dump().decode())
+    def next_lineage(parent: int, step: int, lossy: str | None = None) -> Lineage:
+        made = lead(
+            group, "the next lineage", lambda: create_next(paths, parent=parent, step=step, lossy=lossy).dump().decode()
+        )
         return Lineage.load(made.encode(), path=str(paths.lineages))
 
     caches = None if levels is None else Caches(levels, run.id, group, log)
@@ -155,9 +157,9 @@ def reopen(
         restored = _try_all(candidates, places, tracked, log, paths, group, strict, check if strict else None)
         if restored is None:
             return _settle(Reopened(run, next_lineage(0, 0), owner), paths, caches, client)
-        id, loaded, frozen, world_size, is_lossy = restored
-        lineage = next_lineage(id.lineage, id.step)
-    reopened = Reopened(run, lineage, owner, id, loaded.own, frozen, world_size != group.size, is_lossy)
+        id, loaded, frozen, world_size, lossy = restored
+        lineage = next_lineage(id.lineage, id.step, lossy)
+    reopened = Reopened(run, lineage, owner, id, loaded.own, frozen, world_size != group.size, lossy is not None)
     return _settle(reopened, paths, caches, client)
 
 
@@ -219,7 +221,7 @@ def _try_all(
     strict: bool,
     check: Callable[[dict[str, Any]], None] | None,
     only: set[str] | None = None,
-) -> tuple[CheckpointId, Loaded, set[str], int, bool] | None:
+) -> tuple[CheckpointId, Loaded, set[str], int, str | None] | None:
     """The first candidate whose every byte is right on every rank. Raises RestoreError when all are damaged."""
     damaged = []
     for candidate in candidates:
@@ -262,7 +264,7 @@ def _try_all(
             )
             leaves = [leaf for part in parts for leaf in part.record.leaves]
             frozen = {leaf.name for leaf in leaves if leaf.file == 1}
-            return id, loaded, frozen, len(parts), bool(candidate.chain)
+            return id, loaded, frozen, len(parts), f"chain of {candidate.chain}" if candidate.chain else None
     if damaged:
         raise RestoreError(
             f"no checkpoint in {paths.root} is whole, and the live state may be half overwritten:\n{listing(damaged)}\n"

@@ -35,7 +35,16 @@ def test_the_table(made_run: Path) -> None:
 
 def test_json_has_the_same_keys_for_every_checkpoint(crashed: Path) -> None:
     document = good("ls", crashed, "--json").json
-    assert set(document) == {"run", "alive", "trainer_pid", "trainer_pids", "agent_pids", "checkpoints", "chains"}
+    assert set(document) == {
+        "run",
+        "alive",
+        "trainer_pid",
+        "trainer_pids",
+        "agent_pids",
+        "checkpoints",
+        "chains",
+        "lossy_lineages",
+    }
     assert all(set(item) == KEYS | MORE_KEYS for item in document["checkpoints"])
     assert not document["alive"]
     by_name = {item["checkpoint"]: item for item in document["checkpoints"]}

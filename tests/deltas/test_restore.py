@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import stepwell
 from stepwell.chains import find_chains
+from stepwell.cli.main import main
 from stepwell.store.paths import RunPaths
 from tests.deltas.walk import State, chained, crashed, distance, same, state_of, train
 from tests.loop.small import Small
@@ -70,6 +73,8 @@ def test_the_newest_step_comes_back_near_to_the_truth(walked: Walked, left: Path
     assert event["step"] == step and event["codec"].startswith("lc(")
     assert run.events("restore")[-1]["source"] == "chain"
     run.ckpt.close(save=False)
+    document = json.loads(CliRunner().invoke(main, ["ls", str(left), "--json"]).output)
+    assert document["lossy_lineages"] == [2], "and it is never forgotten"
 
 
 def test_what_is_not_quantised_comes_back_to_the_bit(walked: Walked, left: Path) -> None:
@@ -96,6 +101,7 @@ def test_exact_is_exact(walked: Walked, left: Path) -> None:
     assert (event["step"], event["restored"]) == (STEPS, step)
     assert not run.events("lossy")
     run.ckpt.close(save=False)
+    assert json.loads(CliRunner().invoke(main, ["ls", str(left), "--json"]).output)["lossy_lineages"] == []
 
 
 @pytest.mark.parametrize(("worth", "is_lossy"), [(0.0, True), (1e6, False)])

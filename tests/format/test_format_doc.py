@@ -68,7 +68,7 @@ def test_the_fields_are_all_there() -> None:
     text = section(4)
     names = {name for row in rows(text) for name in quoted(row[0])}
     run = Run("0" * 16, 1, 1.0)
-    line = Lineage(number=1, parent=0, step=0, created=1.0, host="h")
+    line = Lineage(number=1, parent=0, step=0, created=1.0, host="h", lossy="of what")
     manifest = Manifest(run="0" * 16, id=CheckpointId(1, 0, 1), world_size=1, created=1.0,
                         records=(RecordRef("r", 1, "0" * 32),), nbytes=1)  # fmt: skip
     written = set(json.loads((V1 / CHECKPOINT / "rank-00000.json").read_bytes()))

@@ -97,7 +97,8 @@ class Target:
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
-    def create_next(paths: RunPaths, *, parent: int, step: int) -> Lineage:
+    def create_next(paths: RunPaths, *, parent: int, step: int, lossy: str | None) -> Lineage:
+        assert lossy is None
         return Lineage(number=2, parent=parent, step=step, created=0.0, host="none")
 
     monkeypatch.setattr(stepwell.reopen, "create_next", create_next)

@@ -10,7 +10,7 @@ from stepwell.cli import wording
 from stepwell.cli.liveness import Life, look_for_life
 from stepwell.cli.locate import find_run
 from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
-from stepwell.cli.reach import Reach, find_reaches
+from stepwell.cli.reach import Reach, find_reaches, lossy_starts
 from stepwell.cli.survey import Surveyed, survey
 from stepwell.store.paths import RunPaths
 
@@ -45,6 +45,8 @@ def ls(run: str, as_json: bool) -> None:
         print_table(_COLUMNS, [_row(item) for item in found])
     for reach in reaches:
         print_wrapped(reach.text(), indent="  ")
+    for start in lossy_starts(paths):
+        print_wrapped(f"lineage {start.number} went on from a lossy step {start.step}: {start.lossy}", indent="  ")
     if life.is_alive:
         print_wrapped(f"in use: {life.why}")
 
@@ -71,6 +73,7 @@ def _document(paths: RunPaths, found: list[Surveyed], life: Life, reaches: list[
         "agent_pids": list(life.agent_pids),
         "checkpoints": [as_document(item) for item in found],
         "chains": [reach.as_document() for reach in reaches],
+        "lossy_lineages": [start.number for start in lossy_starts(paths)],
     }
 
 

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stepwell.cli import wording
+from stepwell.format.manifest import Lineage
 from stepwell.store.chains import list_chains
-from stepwell.store.lineage import read_history
+from stepwell.store.lineage import read_history, read_lineages
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
@@ -44,6 +45,16 @@ def find_reaches(paths: RunPaths) -> list[Reach]:
         if live:
             found.append(Reach(chain.base.directory, live[-1].step, len(live), chain.codec, chain.nbytes))
     return found
+
+
+def lossy_starts(paths: RunPaths) -> list[Lineage]:
+    """Continuations of the run that did not begin with an exact state, if they are on its path."""
+    history = read_history(paths)
+    return [
+        lineage
+        for number, lineage in sorted(read_lineages(paths)[0].items())
+        if lineage.lossy is not None and history.is_live(CheckpointId(lineage.step, 0, number))
+    ]
 
 
 def find_broken(paths: RunPaths) -> list[str]:

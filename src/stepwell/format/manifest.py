@@ -148,13 +148,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Lineage:
-    """One continuation of the run: it left lineage `parent` at `step` (parent 0: it started fresh)."""
+    """One continuation of the run: it left lineage `parent` at `step` (parent 0: it started fresh).
+
+    `lossy`: of what it went on from, if that was not the state to the bit.
+    """
 
     number: int
     parent: int
     step: int
     created: float
     host: str
+    lossy: str | None = None
 
     def dump(self) -> bytes:
         """Bytes of `lineage/<number>.json`."""
@@ -166,6 +170,7 @@ class Lineage:
                 "step": self.step,
                 "created": self.created,
                 "host": self.host,
+                **({} if self.lossy is None else {"lossy": self.lossy}),
             }
         )
 
@@ -179,4 +184,5 @@ class Lineage:
             step=fields.integer("step"),
             created=fields.number("created"),
             host=fields.text("host"),
+            lossy=fields.optional("lossy", None) and fields.text("lossy"),
         )

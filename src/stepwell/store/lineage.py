@@ -125,14 +125,15 @@ def newest_number(paths: RunPaths) -> int:
     return max(_numbers(paths), default=0)
 
 
-def create_next(paths: RunPaths, *, parent: int, step: int) -> Lineage:
+def create_next(paths: RunPaths, *, parent: int, step: int, lossy: str | None = None) -> Lineage:
     """Take the next free number. Whoever links the name first has it; the others go on to the next one."""
+    host = socket.gethostname()
     with _opening(paths):
         files.make_directory(paths.lineages)
         number = newest_number(paths)
         while number < _MAX_LINEAGES:
             number += 1
-            lineage = Lineage(number=number, parent=parent, step=step, created=time.time(), host=socket.gethostname())
+            lineage = Lineage(number=number, parent=parent, step=step, created=time.time(), host=host, lossy=lossy)
             if files.put_new(paths.lineage(number), lineage.dump(), point="lineage"):
                 return lineage
     raise DamagedError(f"{paths.lineages}: more than {_MAX_LINEAGES} lineages", path=str(paths.lineages))

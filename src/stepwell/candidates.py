@@ -16,13 +16,13 @@ from typing import Any
 
 from stepwell import events, journal
 from stepwell.caches import Caches
-from stepwell.chains import Chain, bring_back, find_chains, when
 from stepwell.codecs.events import ChainLeft
 from stepwell.errors import ConfigError, DamagedError, RestoreError, listing
 from stepwell.holdings import Holdings
 from stepwell.restore.plan import Choice, choose
 from stepwell.restore.whole import Part, parts_on_disk
 from stepwell.store import catalog
+from stepwell.store.chains import list_chains
 from stepwell.store.lineage import read_history
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
@@ -34,7 +34,7 @@ PREFERENCES = (None, "exact", "newest")
 class Candidate:
     """A checkpoint that may be restored. `is_committed`: what is not in memory or in the caches is on disk.
 
-    `chain`: it is what a chain of records, up to number `until`, makes of this base, and lossy.
+    `chain`: it is what a chain of records, up to number `until`, makes of this base, and lossy; no use below `least`.
     """
 
     id: CheckpointId
@@ -45,6 +45,7 @@ class Candidate:
     in_caches: bool = False
     chain: str = ""
     until: int = 0
+    least: int = 0
 
     def dump(self) -> list[Any]:
         """As it travels."""
@@ -112,8 +113,7 @@ def plan(
             known = found.get(named, Candidate(named, is_suspect, True, False))
             found[named] = replace(known, is_suspect=is_suspect, in_memory=True)
     exact = sorted(found.values(), key=_preference)
-    lossy = [_of_chain(chain, is_wanted) for chain in find_chains(paths)]
-    merged = _merge(exact, [item for item in lossy if item is not None], wish, paths, log)
+    merged = _merge(exact, _find_lossy(paths, is_wanted), wish, paths, log)
     if not merged:
         _check_nothing(paths, choices, log)
     return [candidate.dump() for candidate in merged]
@@ -125,41 +125,68 @@ def _preference(candidate: Candidate) -> tuple[bool, bool, int, int, int]:
     return candidate.is_suspect, not candidate.is_live, -id.step, -id.lineage, -id.repeat
 
 
-def _of_chain(chain: Chain, is_wanted: Callable[[CheckpointId], bool]) -> tuple[Candidate, float] | None:
-    """The newest state of a chain that is wanted, and when it was."""
-    for item in reversed(chain.records):
-        id = CheckpointId(item.step, 0, chain.base.lineage)
-        if is_wanted(id):
-            with contextlib.suppress(DamagedError):
-                return Candidate(id, False, True, False, chain=chain.base.directory, until=item.number), when(item)
-    return None
+def _find_lossy(
+    paths: RunPaths, is_wanted: Callable[[CheckpointId], bool]
+) -> list[tuple[Candidate, Callable[[], float]]]:
+    """Of each chain the newest state that is wanted, and how to learn when it was. The newest first."""
+    if not list_chains(paths):  # most runs have none, and need not load what reads them
+        return []
+    from stepwell.chains import find_chains, when
+
+    found = []
+    for chain in find_chains(paths):
+        for item in reversed(chain.records):
+            id = CheckpointId(item.step, 0, chain.base.lineage)
+            if is_wanted(id):
+                lossy = Candidate(id, False, True, False, chain=chain.base.directory, until=item.number)
+                found.append((lossy, functools.partial(when, item)))
+                break
+    return sorted(found, key=lambda item: _preference(item[0]))
 
 
 def _merge(
-    exact: list[Candidate], lossy: list[tuple[Candidate, float]], wish: Wish, paths: RunPaths, log: journal.EventLog
+    exact: list[Candidate],
+    lossy: list[tuple[Candidate, Callable[[], float]]],
+    wish: Wish,
+    paths: RunPaths,
+    log: journal.EventLog,
 ) -> list[Candidate]:
-    """What is lossy before or behind what is exact."""
-    best = next((item for item in exact if not item.is_suspect), None)
-    newer = sorted((item for item in lossy if best is None or item[0].id.step > best.id.step), key=_newest)
-    rest = [item for item, _ in sorted(lossy, key=_newest) if item not in [other for other, _ in newer]]
-    if best is None or not newer:
-        return exact + [item for item, _ in newer] + rest
-    ahead = [item for item, _ in newer]
-    if wish.prefer == "newest" or (wish.prefer is None and _is_worth_it(best, newer[0], wish.worth, paths)):
-        return ahead + exact + rest
-    log.emit(ChainLeft(step=ahead[0].id.step, restored=best.id.step))
-    return exact + ahead + rest
+    """Each that is lossy comes right before the first exact one that it is preferred to, or last."""
+    merged = list(exact)
+    for candidate, created in lossy:
+        place = next(
+            (
+                at
+                for at, item in enumerate(merged)
+                if not item.chain and _is_preferred(candidate, created, item, wish, paths)
+            ),
+            len(merged),
+        )
+        after = [item.id.step for item in merged[place:] if not item.chain][:1]
+        least = candidate.id.step if wish.step is not None else max(after, default=-1) + 1
+        merged.insert(place, replace(candidate, least=least))
+    if merged and not merged[0].chain:
+        ahead = [item.id.step for item, _ in lossy if item.id.step > merged[0].id.step]
+        if ahead:
+            log.emit(ChainLeft(step=max(ahead), restored=merged[0].id.step))
+    return merged
 
 
-def _newest(item: tuple[Candidate, float]) -> tuple[int, int]:
-    return -item[0].id.step, -item[0].id.lineage
-
-
-def _is_worth_it(best: Candidate, newer: tuple[Candidate, float], worth: float | None, paths: RunPaths) -> bool:
+def _is_preferred(
+    lossy: Candidate, created: Callable[[], float], exact: Candidate, wish: Wish, paths: RunPaths
+) -> bool:
     """Whether going on from what is exact would lose too much. What is in memory is the newest there can be."""
-    if worth is None or best.in_memory or not best.is_committed:
+    if wish.prefer == "exact" or (lossy.id.step <= exact.id.step and not exact.is_suspect):
         return False
-    return newer[1] - catalog.read_manifest(paths, best.id).created > worth
+    if exact.is_suspect:
+        return True
+    if wish.prefer == "newest":
+        return True
+    if wish.worth is None or exact.in_memory or not exact.is_committed:
+        return False
+    with contextlib.suppress(DamagedError):
+        return created() - catalog.read_manifest(paths, exact.id).created > wish.worth
+    return False
 
 
 def inventory(holdings: Holdings) -> dict[str, Any]:
@@ -211,6 +238,8 @@ class Places:
         return out
 
     def _bring_back(self, candidate: Candidate) -> Part:
+        from stepwell.chains import bring_back
+
         base = CheckpointId.parse(candidate.chain)
         assert base is not None
-        return bring_back(self.paths, base, candidate.until, self.log)
+        return bring_back(self.paths, base, candidate.until, candidate.least, self.log)

@@ -21,13 +21,13 @@ from stepwell import journal
 from stepwell.codecs.events import Lossy
 from stepwell.codecs.listing import Listed, check_records, list_records
 from stepwell.codecs.replay import Restored, read_document, restore
-from stepwell.errors import DamagedError
+from stepwell.errors import DamagedError, StateError
 from stepwell.format.checksum import BLOCK_BYTES, block_digest
 from stepwell.format.record import FileEntry, LeafEntry, Record
 from stepwell.restore.read import MemorySource, Source, read_record_leaves
 from stepwell.restore.remote import open_file
 from stepwell.restore.whole import Part
-from stepwell.store import catalog
+from stepwell.store import catalog, files
 from stepwell.store.chains import chain_path, list_chains
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
@@ -87,16 +87,27 @@ def why_broken(paths: RunPaths, base: CheckpointId) -> str | None:
         check_records(chain_path(paths, base))  # a restore does not read what is before a skip record
         _, _, state = _replay(paths, base, None)
     except DamagedError as error:
-        return str(error)
+        is_there = files.exists(paths.manifest(base)) and files.exists(chain_path(paths, base))
+        return str(error) if is_there else None  # else a live run removed it while it was read
     return None if state.is_torn else state.stopped
 
 
-def bring_back(paths: RunPaths, base: CheckpointId, until: int, log: journal.EventLog) -> Part:
-    """The state after record `until`, or after the last good one before it. Raises DamagedError."""
+def bring_back(paths: RunPaths, base: CheckpointId, until: int, least: int, log: journal.EventLog) -> Part:
+    """The state after record `until`, or after the last good one before it, if that is of step `least` or later.
+
+    Raises DamagedError, whatever is wrong: something else may be restored.
+    """
+    try:
+        return _bring_back(paths, base, until, least, log)
+    except (OSError, MemoryError, StateError, ValueError) as error:
+        raise DamagedError(f"{chain_path(paths, base)}: {type(error).__name__}: {error}", path=str(base)) from error
+
+
+def _bring_back(paths: RunPaths, base: CheckpointId, until: int, least: int, log: journal.EventLog) -> Part:
     path = chain_path(paths, base)
     record, image, state = _replay(paths, base, until)
-    if not state.number:
-        raise DamagedError(f"{path}: no record is good: {state.stopped}", path=str(path))
+    if not state.number or state.step < least:
+        raise DamagedError(f"{path}: it ends at step {state.step}: {state.stopped}", path=str(path))
     for leaf in _live(record):
         value = state.leaves[leaf.name]
         image[leaf.start : leaf.end] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)

@@ -15,11 +15,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepwell import events, journal, options
 from stepwell.agent.client import AgentClient
-from stepwell.codecs.layout import Deltas
 from stepwell.codecs.spec import Spec
 from stepwell.data.batches import Batches
 from stepwell.data.steps import StepCounter
@@ -42,6 +41,9 @@ from stepwell.store.paths import RunPaths
 from stepwell.store.progress import ProgressFile
 from stepwell.together import Together
 from stepwell.types import Keep, Status
+
+if TYPE_CHECKING:
+    from stepwell.codecs.layout import Deltas
 
 
 class Checkpointer:
@@ -83,8 +85,8 @@ class Checkpointer:
         snapshot:      auto, device, overlap or blocking; verify_snapshots hashes every leaf before and after
         """
         given = {"keep": keep, "data": data, "seed": seed, "host_memory": host_memory, "snapshot": snapshot}
-        given |= {"grace": grace, "notice": notice, "on_unseekable": on_unseekable}
-        options.check_options(policy=policy, memory=memory, track=track, **given)
+        given |= {"grace": grace, "notice": notice, "on_unseekable": on_unseekable, "policy": policy}
+        options.check_options(memory=memory, track=track, **given)
         self._together = Together(
             lambda step: self._saving.on_late(step),
             lambda rank, costs: self._pace.note_others(rank, costs),
@@ -109,7 +111,7 @@ class Checkpointer:
             strategy=snapshot,
             verify=verify_snapshots or os.environ.get("STEPWELL_VERIFY") == "1",
             host_memory=host_memory,
-            slots=4 if self._deltas is not None else 2 if memory is None else 3,
+            slots=2 if memory is None else 3 if self._deltas is None else 4,
             log=self._log,
             client=self._client,
             on_settled=self._outcomes.on_settled,
@@ -187,7 +189,6 @@ class Checkpointer:
         self._together.start()
         self._reopened = reopened
         self._saving.has_levels, self._saving.has_deltas = reopened.orders is not None, self._deltas is not None
-        self._outcomes.is_due_again = reopened.is_lossy
         self._pace.open(is_restart=reopened.restored is not None)
         self._leave.listen()
         atexit.register(self._at_exit)
@@ -199,7 +200,7 @@ class Checkpointer:
         """Get memory ready early: after a restore at once, else after the first step (optimizers fill up there)."""
         if reopened.own is None:
             return
-        self._outcomes.committed_step = None if reopened.is_lossy else self._steps.step
+        self._outcomes.begin(self._steps.step, is_lossy=reopened.is_lossy)
         self._pace.restart(self._steps.step, durable=True)
         flat = self._capture.flatten(self._own.capture())
         self._pace.know(flat, self._steps.step)

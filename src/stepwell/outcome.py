@@ -38,7 +38,9 @@ class Outcomes:
         self.why_lost: str | None = None
         """An agent died again and again, this rank's or another's: nothing will be committed any more."""
         self.is_due_again = False
-        """The last snapshot was void, and the next step takes another, blocking; or a chain needs a base."""
+        """A checkpoint is wanted, whatever the policy says: the last snapshot was void, and the next one is taken
+        blocking; or a chain needs a base; or the run went on from a lossy state.
+        """
         self.has_drifted = False
         """What the ranks share is not the same on all of them any more: they have to look again."""
 
@@ -46,6 +48,10 @@ class Outcomes:
     def is_lost(self) -> bool:
         """Whether there is nobody who would write a snapshot."""
         return self.why_lost is not None
+
+    def begin(self, step: int, *, is_lossy: bool) -> None:
+        """Went on from this step. What is lossy is no checkpoint: the next step is to be one."""
+        self.committed_step, self.is_due_again = None if is_lossy else step, is_lossy
 
     def status(self, **facts: Any) -> Status:
         """Where the run stands, with what the caller knows."""

@@ -17,15 +17,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepwell import events, journal
 from stepwell.agent.client import AgentClient
 from stepwell.arena.channel import Message
 from stepwell.caches import Caches
 from stepwell.candidates import Candidate, Places, Wish, inventory, plan
-from stepwell.codecs.layout import Deltas
-from stepwell.codecs.message import dump
 from stepwell.errors import ConfigError, RestoreError, listing
 from stepwell.faults import crash_point
 from stepwell.format.manifest import Lineage, Run
@@ -44,6 +42,9 @@ from stepwell.store.lineage import create_next, open_run, read_history
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
 from stepwell.types import CheckpointId, Keep, Owner
+
+if TYPE_CHECKING:
+    from stepwell.codecs.layout import Deltas
 
 
 @dataclass
@@ -78,6 +79,11 @@ class Reopened:
 
     def hello(self, paths: RunPaths, keep: Keep, deltas: Deltas | None = None) -> Message:
         """What an agent has to know of the run."""
+        wanted = None
+        if deltas is not None:
+            from stepwell.codecs.message import dump
+
+            wanted = dump(deltas)
         return {
             "type": "hello",
             "pid": os.getpid(),
@@ -92,7 +98,7 @@ class Reopened:
             "storage": seconds_from("STEPWELL_CLOSE_SECONDS", 120),
             "patience": seconds_from("STEPWELL_GROUP_SECONDS", 600),
             "levels": None if self.orders is None else self.orders.dump(),
-            "deltas": None if deltas is None else dump(deltas),
+            "deltas": wanted,
         }
 
 

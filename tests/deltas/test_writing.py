@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner
 
 import stepwell
-from stepwell.agent.chain import Chainer
+from stepwell.agent.chain import Chainer, _Open
 from stepwell.agent.queue import Layout, Pending, PendingQueue
 from stepwell.arena.memory import PAGE, Arena, ArenaShape
 from stepwell.chains import find_chains
@@ -102,9 +102,8 @@ def test_a_snapshot_of_another_history_is_in_no_record(arena: Arena, run_dir: Pa
     queue, lock, said = PendingQueue(), threading.Condition(), list[Any]()
     log = EventLog(Path(os.devnull), who="agent")
     chainer = Chainer(stepwell.Deltas(), RunPaths(run_dir), log, 2, lock=lock, queue=queue, say=said.append)
-    chainer._chain = (CheckpointId(2, 0, 2), cast("ChainWriter", None))
-    chainer._append(pending(arena, 3))
-    assert said == []
+    chainer._chain = _Open(CheckpointId(2, 0, 2), cast("ChainWriter", None), [], 1)
+    assert chainer._append(pending(arena, 3)) == [] == said
 
 
 def test_records_every_few_steps(run_dir: Path) -> None:

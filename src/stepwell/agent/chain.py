@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from stepwell.arena.channel import Message
 from stepwell.codecs import events
 from stepwell.codecs.chain import ChainWriter
 from stepwell.codecs.layout import Deltas, Leaf, State
-from stepwell.errors import StepwellError
+from stepwell.errors import StateError
 from stepwell.faults import crash_point
 from stepwell.store import chains, files
 from stepwell.store.lineage import newest_number
@@ -38,6 +39,21 @@ _LIVE: Final = 0
 """Number of the file of live leaves in a record; what is frozen does not change and is in the base."""
 
 
+@dataclass(frozen=True)
+class _Open:
+    """A chain that is being written: its base, and the leaves it is of, in the layout with this number."""
+
+    base: CheckpointId
+    writer: ChainWriter
+    leaves: list[Leaf]
+    layout: int
+
+    def check(self, layout: Layout) -> None:
+        """Raise StateError if these are not the same leaves. Names and sizes alone do not tell."""
+        if layout.number != self.layout and _leaves(layout) != self.leaves:
+            raise StateError("the leaves, their types or their shapes have changed")
+
+
 class Chainer:
     """Writes one chain after the other. Constructing only assigns; `start` makes the thread appear.
 
@@ -48,9 +64,9 @@ class Chainer:
                  lock: threading.Condition, queue: PendingQueue, say: Callable[[Message], None]) -> None:  # fmt: skip
         self._deltas, self._paths, self._log, self._lineage = deltas, paths, log, lineage
         self._lock, self._queue, self._say = lock, queue, say
-        self._chain: tuple[CheckpointId, ChainWriter] | None = None
-        self._next: tuple[CheckpointId, ChainWriter] | None = None
-        self._asked_at = -_ASK_SECONDS
+        self._chain: _Open | None = None
+        self._next: _Open | None = None
+        self._asked_at = self._based_at = -_ASK_SECONDS
         self._is_closed = self.is_busy = False
 
     def start(self) -> None:
@@ -69,10 +85,12 @@ class Chainer:
         started = time.monotonic()
         try:
             crash_point("chain.base")
-            if newest_number(self._paths) == self._lineage:
-                chains.remove_chains(self._paths, _KEPT_CHAINS)  # not by the other thread: it might meet the new one
-            chain = self._begin(pending)
-        except (OSError, StepwellError, MemoryError) as error:
+            if newest_number(self._paths) == self._lineage:  # not by the other thread: it might meet the new one
+                used = [chain.base for chain in (self._chain, self._next) if chain is not None]
+                chains.remove_chains(self._paths, used, _KEPT_CHAINS)
+            leaves = _leaves(pending.layout)
+            chain = _Open(pending.id, self._begin(pending, leaves), leaves, pending.layout.number)
+        except Exception as error:  # whatever it is: the checkpoint is there, and so will the next ones be
             self._log.emit(events.ChainEnded(base=pending.id.directory, reason=f"no chain: {error}"))
             return
         seconds = time.monotonic() - started
@@ -80,28 +98,30 @@ class Chainer:
             events.ChainBegun(base=pending.id.directory, codec=self._deltas.parameters.text, seconds=seconds)
         )
         with self._lock:
-            self._next, self._asked_at = (pending.id, chain), -_ASK_SECONDS
+            self._next, self._asked_at, self._based_at = chain, -_ASK_SECONDS, time.monotonic()
             self._lock.notify_all()
 
-    def _begin(self, pending: Pending) -> ChainWriter:
+    def _begin(self, pending: Pending, leaves: list[Leaf]) -> ChainWriter:
         path = chains.chain_path(self._paths, pending.id)
         files.make_directory(path.parent)
         shard = self._paths.checkpoint(pending.id) / f"{pending.owner.stem}.safetensors"
         assert isinstance(shard, Path)
         layout = pending.layout
         return ChainWriter.start(
-            path, _leaves(layout), _state(pending), step=pending.id.step, deltas=self._deltas,
+            path, leaves, _state(pending), step=pending.id.step, deltas=self._deltas,
             base=lambda: _cut(layout, np.memmap(shard, np.uint8, "r")),
         )  # fmt: skip
 
     def _work(self) -> None:
         try:
             while (pending := self._take()) is not None:
-                self._append(pending)
+                said = self._append(pending)
                 with self._lock:
                     self.is_busy = pending.is_held = False
-            for _, chain in filter(None, (self._chain, self._next)):
-                chain.close()
+                    for message in said:
+                        self._say(message)
+            for chain in filter(None, (self._chain, self._next)):
+                chain.writer.close()
         except BaseException:  # a thread that ends quietly would leave a chain that never grows again
             traceback.print_exc()
             os._exit(1)  # the trainer starts another agent
@@ -119,30 +139,31 @@ class Chainer:
                 self._lock.wait(0.2)
             return None
 
-    def _append(self, pending: Pending) -> None:
-        base, chain = self._newest_chain()
-        step = pending.id.step
+    def _append(self, pending: Pending) -> list[Message]:
+        """Make a record of a snapshot. Returns what the trainer is to be told."""
+        chain, step = self._switch(), pending.id.step
         if (suspect := pending.suspect()) is not None:
             self._log.emit(events.DeltaSkipped(step=step, reason=suspect))
-            return
-        if step <= base.step or pending.id.lineage != self._lineage:  # of a trainer before: another history
-            return
+            return []
+        if step <= chain.base.step or pending.id.lineage != self._lineage:  # of a trainer before: another history
+            return []
         started = time.monotonic()
         try:
             crash_point("chain.begin")
-            done = chain.append(step, _state(pending), _note(pending))
+            chain.check(pending.layout)
+            done = chain.writer.append(step, _state(pending), _note(pending))
             crash_point("chain.appended")
-            why = chain.refresh()
-        except (OSError, StepwellError, MemoryError) as error:
-            self._log.emit(events.ChainEnded(base=base.directory, reason=str(error)))
-            chain.close()
+            why = chain.writer.refresh()
+        except Exception as error:  # whatever it is, it costs this chain and nothing else
+            self._log.emit(events.ChainEnded(base=chain.base.directory, reason=str(error)))
+            chain.writer.close()
             self._chain = None
             self._ask(str(error))
-            return
+            return []
         self._log.emit(
             events.Delta(
                 step=step,
-                base=base.directory,
+                base=chain.base.directory,
                 number=done.number,
                 sort=done.kind,
                 nbytes=done.nbytes,
@@ -151,26 +172,32 @@ class Chainer:
                 seconds=time.monotonic() - started,
             )
         )
-        with self._lock:
-            self._say({"type": "delta", "step": step})
         if why is not None:
-            self._ask(why)
+            self._ask(why, is_urgent=False)
+        return [{"type": "delta", "step": step}]
 
-    def _newest_chain(self) -> tuple[CheckpointId, ChainWriter]:
-        """The chain to append to."""
+    def _switch(self) -> _Open:
+        """The chain to append to: of the newest base."""
         with self._lock:
             if self._next is not None:
                 if self._chain is not None:
-                    self._chain[1].close()
+                    self._chain.writer.close()
                 self._chain, self._next = self._next, None
             assert self._chain is not None
             return self._chain
 
-    def _ask(self, reason: str) -> None:
-        """Once, until there is a base or that takes too long: it may have come to nothing."""
+    def _ask(self, reason: str, *, is_urgent: bool = True) -> None:
+        """For a base: once, until there is one or that takes too long, since it may have come to nothing.
+
+        Not urgent: the chain only gets long. Then not soon after the last one, since each costs a whole checkpoint.
+        """
+        now = time.monotonic()
         with self._lock:
-            if time.monotonic() > self._asked_at + _ASK_SECONDS and not self._queue.is_waiting():
-                self._asked_at = time.monotonic()
+            if not is_urgent and (self._next is not None or now < self._based_at + _ASK_SECONDS):
+                return
+            if now > self._asked_at + _ASK_SECONDS and not self._queue.is_waiting():
+                self._asked_at = now
+                self._log.emit(events.BaseDue(reason=reason))
                 self._say({"type": "base_due", "reason": reason})
 
 

@@ -305,7 +305,8 @@ class Agent:
         self._trainer_pid, self._is_greeted = 0, False
         self._has_news.set()
         self._leave_at = time.monotonic() + (0 if self._closing and not pending else self.linger_seconds)
-        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 2)  # `train 2>&1 | tee` must not wait for us
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), 2)  # `train 2>&1 | tee` must not wait for us
 
     def _tell_death(self, pid: int, pending: int) -> None:
         """A thread of its own: the file system may hang."""

@@ -131,6 +131,10 @@ class Pending:
         return f"{found.leaves} non-finite, first {name}"
 
 
+def _sequence(item: Pending) -> int:
+    return item.sequence
+
+
 class PendingQueue:
     """Snapshots in order of their sequence. Used under the agent's lock."""
 
@@ -168,7 +172,7 @@ class PendingQueue:
             in_the_way = self.is_room_wanted and item.arena.shape.slots == 1
             has_newer = any(other.sequence > item.sequence for other in complete)
             given_up = item.failures > 0 and item.is_complete and (has_newer or in_the_way)
-            is_over = item.is_void or given_up or (has_newer and not item.is_wanted)
+            is_over = item.is_void or given_up or (not item.is_wanted and (has_newer or in_the_way))
             is_written = item.written_at is not None  # the leader may be about to commit it
             if not item.is_held and (item.is_done or (item is not busy and not is_written and is_over)):
                 self.items.remove(item)
@@ -205,8 +209,8 @@ class PendingQueue:
 
     def next_delta(self) -> Pending | None:
         """The newest complete one that is to go into a chain."""
-        ready = [item for item in self.items if item.is_delta and not item.is_coded and item.is_complete]
-        return ready[-1] if ready else None
+        newest = max((item for item in self.items if item.is_delta and item.is_complete), key=_sequence, default=None)
+        return None if newest is None or newest.is_coded else newest
 
     def unused(self, generations: Iterable[int], busy: Pending | None) -> list[int]:
         """Arenas that nobody needs any more: all but the newest, once their snapshots are written."""

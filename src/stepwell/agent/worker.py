@@ -206,10 +206,11 @@ class Worker:
             self.note_failure(pending, error, final=isinstance(error, (FencedError, VoidError)))
         else:
             if is_committed:
-                pending.is_held = self.chainer is not None
+                chainer = None if pending.is_delta else self.chainer
+                pending.is_held = pending.is_held or chainer is not None
                 self.after_commit(pending, time.monotonic() - started)
-                if self.chainer is not None:
-                    self.chainer.rebase(pending)
+                if chainer is not None:
+                    chainer.rebase(pending)
                     pending.is_held = False
             else:
                 self.note_written(pending)

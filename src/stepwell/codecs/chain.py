@@ -164,8 +164,9 @@ class ChainWriter:
     def _persist(self, number: int, head: Head, body: bytes, is_skip: bool) -> None:
         old = self._segment if is_skip else None
         if self._segment is None or is_skip:
-            self._segment = Appender(self._directory / segment_name(number))
-            self._segment.open()
+            fresh = Appender(self._directory / segment_name(number))
+            fresh.open()
+            self._segment = fresh
         self._segment.append(head.dump(), body)
         if old is not None:
             old.close()

@@ -19,6 +19,13 @@ class ChainBegun(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BaseDue(Event):
+    """The next step is to be a checkpoint, whatever the policy says."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChainEnded(Event):
     """No more records go to a chain; what is in it stays."""
 

@@ -68,7 +68,7 @@ class Deltas:
     small_below: int = 4096
     skip: Spec = field(default_factory=lambda: Uniform(0.25))
     skip_every: int = 8
-    most_records: int = 64
+    most_records: int = 512
     most_error: float = 0.3
     least_kept: float = 0.0
     keep_segments: int = 2

@@ -1,16 +1,18 @@
 """Which records a chain has, without applying them.
 
-Holds:   only records whose bytes are whole are listed, in the order of their numbers; what is not whole ends a file.
+Holds:   heads alone are read, however large the records are: a reader may still find that one of them is not whole, or
+         does not fit the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
-from stepwell.codecs.record import Head, cut, load_note
+from stepwell.codecs.record import HEAD_NBYTES, Head, body_digest, cut, load_note
 from stepwell.codecs.replay import read_document
 from stepwell.codecs.segment import list_segments, read_records
 from stepwell.errors import DamagedError
@@ -18,28 +20,61 @@ from stepwell.errors import DamagedError
 
 @dataclass(frozen=True)
 class Listed:
-    """One record. `note`: reads what its writer noted."""
+    """One record: its head, and where its body lies."""
 
-    number: int
-    step: int
-    nbytes: int
-    note: Callable[[], bytes]
+    head: Head
+    path: Path
+    start: int
+
+    @property
+    def number(self) -> int:
+        return self.head.number
+
+    @property
+    def step(self) -> int:
+        return self.head.step
+
+    @property
+    def nbytes(self) -> int:
+        return HEAD_NBYTES + self.head.body_nbytes
+
+    def note(self) -> bytes:
+        """What its writer noted. Raises DamagedError."""
+        with _open(self.path) as file:
+            file.seek(self.start)
+            body = file.read(self.head.body_nbytes)
+        if len(body) != self.head.body_nbytes or body_digest(body) != self.head.body_digest:
+            raise DamagedError(f"{self.path}: record {self.number} is not whole", path=str(self.path))
+        return load_note(cut(memoryview(body), self.head.parts + 1)[-1])
 
 
 def list_records(directory: Path) -> list[Listed]:
-    """All records that are whole; a reader may still find that one of them does not fit the one before.
+    """All records, in the order of their numbers. Raises DamagedError if there is no chain."""
+    most = read_document(directory).most_record_nbytes
+    return [item for _, path in list_segments(directory) for item in _list_file(path, most)]
 
-    Raises DamagedError if there is no chain.
-    """
-    found, most = list[Listed](), read_document(directory).most_record_nbytes
-    for _, path in list_segments(directory):
-        try:
-            for item in read_records(path, most):
-                head, body = item.head, item.body
-                found.append(Listed(head.number, head.step, len(body), partial(_note, head, body)))
-        except DamagedError:
-            continue
-    return found
+
+def _list_file(path: Path, most: int) -> Iterator[Listed]:
+    try:
+        with _open(path) as file:
+            start, end = 0, os.fstat(file.fileno()).st_size
+            while start + HEAD_NBYTES <= end:
+                file.seek(start)
+                head = Head.load(file.read(HEAD_NBYTES), path=str(path))
+                start += HEAD_NBYTES
+                if head.body_nbytes > min(most, end - start):
+                    return  # cut off
+                yield Listed(head, path, start)
+                start += head.body_nbytes
+    except DamagedError:
+        return
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    except OSError as error:
+        raise DamagedError(f"{path}: cannot be opened: {error.strerror}", path=str(path)) from None
 
 
 def check_records(directory: Path) -> None:
@@ -52,7 +87,3 @@ def check_records(directory: Path) -> None:
         except DamagedError as error:
             if not error.fields.get("torn"):
                 raise
-
-
-def _note(head: Head, body: memoryview) -> bytes:
-    return load_note(cut(body, head.parts + 1)[-1])

@@ -8,12 +8,14 @@ Holds:   a chain loses its document first, so that what remains after a crash is
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 from stepwell.errors import DamagedError
 from stepwell.faults import crash_point
 from stepwell.store import files
+from stepwell.store.lineage import read_history
 from stepwell.store.objects import Location, ObjectPath
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
@@ -39,12 +41,13 @@ def list_chains(paths: RunPaths) -> list[tuple[CheckpointId, Path]]:
     return [(id, path) for id, path in found if files.is_directory(path) and files.exists(path / _DOCUMENT)]
 
 
-def remove_chains(paths: RunPaths, keep: int) -> None:
-    """Remove all but the newest ones, and what is left of those that were being removed."""
-    kept = {id for id, _ in list_chains(paths)[:keep]}
+def remove_chains(paths: RunPaths, keep: Collection[CheckpointId], newest: int) -> None:
+    """Remove all but these and the newest ones whose bases are live checkpoints, and what is left of others."""
+    history = read_history(paths)
+    live = [id for id, _ in list_chains(paths) if history.is_live(id) and files.exists(paths.manifest(id))]
     for name in files.list_names(paths.root / "chains"):
         id = CheckpointId.parse(name)
-        if id is not None and id not in kept:
+        if id is not None and id not in live[:newest] and id not in keep:
             remove_chain(paths.root, id)
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from stepwell.store.catalog import scan
 from stepwell.store.chains import list_chains
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
-from tests.deltas.walk import Wide, chained, crashed, train
+from tests.deltas.walk import Wide, chained, crashed, train, train_into_another_chain
 
 
 def test_a_codec_alone_stands_for_the_defaults() -> None:
@@ -148,8 +149,7 @@ def test_other_leaves_need_another_base(run_dir: Path) -> None:
     run = chained(run_dir)
     train(run, 12)
     run.model.register_buffer("late", torch.zeros(5))
-    train(run, 12)
-    assert run.events("chain-ended")
+    train_into_another_chain(run)
     newest = find_chains(RunPaths(run_dir))[0]
     left = crashed(run, run_dir.parent / "left")
     run.ckpt.close(save=False)
@@ -166,9 +166,12 @@ def test_values_that_are_not_finite_are_in_no_record(run_dir: Path) -> None:
     train(run, 10)
     with torch.no_grad():
         next(run.model.parameters()).view(-1)[0] = float("nan")
-    run.train(1000, stop_after=5)
+    deadline = time.monotonic() + 60
+    while not (skipped := [event for event in run.events("delta-skipped") if "non-finite" in event["reason"]]):
+        assert time.monotonic() < deadline
+        run.train(1000, stop_after=2)
+        time.sleep(0.02)
     run.ckpt.close(save=False)
-    skipped = [event for event in run.events("delta-skipped") if "non-finite" in event["reason"]]
     assert skipped and max(event["step"] for event in run.events("delta")) < skipped[0]["step"]
 
 

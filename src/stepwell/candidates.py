@@ -162,7 +162,7 @@ def _merge(
             ),
             len(merged),
         )
-        after = [item.id.step for item in merged[place:] if not item.chain][:1]
+        after = [item.id.step for item in merged[place:] if not item.chain and not item.is_suspect][:1]
         least = candidate.id.step if wish.step is not None else max(after, default=-1) + 1
         merged.insert(place, replace(candidate, least=least))
     if merged and not merged[0].chain:

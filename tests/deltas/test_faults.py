@@ -21,6 +21,7 @@ from stepwell.agent.chain import Chainer, _Open
 from stepwell.agent.queue import Layout, Pending, PendingQueue
 from stepwell.agent.worker import Worker
 from stepwell.arena.memory import PAGE, Arena, ArenaShape
+from stepwell.candidates import Candidate, Wish, _merge
 from stepwell.chains import find_chains
 from stepwell.cli.main import main
 from stepwell.codecs.chain import ChainWriter
@@ -181,6 +182,29 @@ def test_a_damaged_best_does_not_hide_what_is_newer_than_the_next(run_dir: Path)
     assert again.ckpt.restore(prefer="newest")
     assert again.ckpt.status().step == older.records[-1].step
     again.ckpt.close(save=False)
+
+
+def candidate(step: int, *, suspect: bool = False, chain: str = "") -> Candidate:
+    return Candidate(CheckpointId(step, 0, 1), suspect, True, not chain, chain=chain)
+
+
+@pytest.mark.parametrize(
+    ("prefer", "expected"),
+    [
+        ("newest", [(60, 51), (50, 0), (46, 41), (40, 0), (90, 0)]),
+        ("exact", [(50, 0), (40, 0), (90, 0), (60, 0), (46, 0)]),
+        (None, [(50, 0), (40, 0), (60, 0), (46, 0), (90, 0)]),
+    ],
+)
+def test_the_order_in_which_states_are_tried(
+    prefer: str | None, expected: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """Checkpoints 50 and 40, and 90, which is suspect; chains to 60 and 46. With each the least step that is of use."""
+    exact = [candidate(50), candidate(40), candidate(90, suspect=True)]
+    lossy = [(candidate(step, chain="base"), lambda: 0.0) for step in (60, 46)]
+    log = EventLog(Path(os.devnull), who="trainer")
+    found = _merge(exact, lossy, Wish(prefer=prefer), RunPaths(tmp_path), log)
+    assert [(item.id.step, item.least) for item in found] == expected
 
 
 def test_a_named_step_is_that_step_or_none(run_dir: Path) -> None:

@@ -113,6 +113,7 @@ class Chainer:
         )  # fmt: skip
 
     def _work(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # training comes first
         try:
             while (pending := self._take()) is not None:
                 said = self._append(pending)

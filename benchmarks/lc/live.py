@@ -168,7 +168,8 @@ def main() -> None:
         pyplot.ylabel("loss")
         pyplot.legend()
 
-    save(options.name, "A record after every iteration", found, table(found), draw, options.out)
+    title = "A record after every iteration"
+    save(options.name, title, found, table(found), draw, options.out, threads="training uses all of them")
     print(table(found))
 
 

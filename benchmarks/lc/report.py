@@ -34,7 +34,7 @@ def hide_folders(arguments: Sequence[str]) -> list[str]:
 
 
 def save(name: str, title: str, result: dict[str, Any], table: str, draw: Callable[[Any], None] | None, out: Path,
-         device: str = "cpu") -> None:  # fmt: skip
+         device: str = "cpu", threads: str = "one thread used") -> None:  # fmt: skip
     """Write `name`.json and .md below `out`, and .png if there is something to draw."""
     result = {**origin(device), **result}
     out.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def save(name: str, title: str, result: dict[str, Any], table: str, draw: Callab
     facts = result["machine"]
     head = (
         f"# {title}, {result['date']}\n\n{'' if device == 'cpu' else facts['device'] + '; '}"
-        f"{facts['processor']}, {facts['cores']} cores (one thread used), "
+        f"{facts['processor']}, {facts['cores']} cores ({threads}), "
         f"{facts['memory']}; Python {facts['python']}, torch {facts['torch']}; commit {result['commit']}.\n"
         f"Command: `{result['command']}`\n\n"
     )

@@ -140,7 +140,7 @@ def _read_base(paths: RunPaths, record: Record) -> Image:
     start = min((leaf.start for leaf in _live(record)), default=file.nbytes)
     shard = directory / file.name
     assert isinstance(shard, Path)
-    with open(shard, "rb") as raw:
+    with open(files.open_regular(shard), "rb") as raw:
         image[:start] = np.frombuffer(raw.read(start), np.uint8)  # its header; checked with the blocks, and by `load`
 
     def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:

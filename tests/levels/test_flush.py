@@ -21,6 +21,16 @@ from tests.levels.field import NEW, RUN, Field
 from tests.levels.peer_node import until
 
 
+def two_nodes(folder: Path) -> tuple[Field, RunPaths]:
+    """Which hold a whole checkpoint, and a shared place without it."""
+    field, shared = Field(folder / "nodes", "ab", Pairs()), RunPaths(folder / "run")
+    open_run(shared, seed=1)
+    create_next(shared, parent=0, step=0)
+    field.build()
+    field.decide(NEW)
+    return field, shared
+
+
 def make_flusher(field: Field, shared: RunPaths, rank: int) -> Flusher:
     log = journal.EventLog(Path(os.devnull), who="agent")
     paths = RunPaths(shared.root, rank)
@@ -34,11 +44,7 @@ def make_flusher(field: Field, shared: RunPaths, rank: int) -> Flusher:
 
 
 def test_a_leader_that_is_replaced_while_it_waits_does_not_give_up(tmp_path: Path) -> None:
-    field, shared = Field(tmp_path / "nodes", "ab", Pairs()), RunPaths(tmp_path / "run")
-    open_run(shared, seed=1)
-    create_next(shared, parent=0, step=0)
-    field.build()
-    field.decide(NEW)
+    field, shared = two_nodes(tmp_path)
     first = make_flusher(field, shared, 0)
     until(lambda: files.exists(shared.checkpoint(NEW) / "rank-00000.json"))  # it waits for the other rank
     first.close()  # a new trainer took this agent over
@@ -64,11 +70,7 @@ def test_a_leader_that_waits_for_nothing_any_more_does_not_get_on(
     Bytes that arrive are a sign of life: then it goes on waiting.
     """
     monkeypatch.setattr("stepwell.agent.flush._STILL_SECONDS", 0.5)
-    field, shared = Field(tmp_path / "nodes", "ab", Pairs()), RunPaths(tmp_path / "run")
-    open_run(shared, seed=1)
-    create_next(shared, parent=0, step=0)
-    field.build()
-    field.decide(NEW)
+    field, shared = two_nodes(tmp_path)
     leader = make_flusher(field, shared, 0)
     until(lambda: files.exists(shared.checkpoint(NEW) / "rank-00000.json"))
     until(lambda: not leader.is_moving)

@@ -220,4 +220,4 @@ def _cut(layout: Layout, image: np.ndarray[Any, np.dtype[np.uint8]]) -> State:
 
 def _note(pending: Pending) -> bytes:
     meta = pending.meta
-    return json.dumps({key: meta[key] for key in ("created", "epoch_end", "finished", "tree")}).encode()
+    return json.dumps({key: meta[key] for key in ("created", "tree")}).encode()

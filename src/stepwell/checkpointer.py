@@ -112,6 +112,7 @@ class Checkpointer:
             verify=verify_snapshots or os.environ.get("STEPWELL_VERIFY") == "1",
             host_memory=host_memory,
             slots=2 if memory is None else 3 if self._deltas is None else 4,
+            deltas=self._deltas,
             log=self._log,
             client=self._client,
             on_settled=self._outcomes.on_settled,
@@ -376,8 +377,7 @@ class Checkpointer:
         self._log.close()
         self._pace.release()
         self._progress.close()
-        left = sum(not future.done() for future in pending)
-        if left:
+        if left := sum(not future.done() for future in pending):
             raise PersistError(f"{left} snapshots did not become durable; `events.jsonl` tells why")
 
     def _at_exit(self) -> None:

@@ -69,11 +69,16 @@ class Outcomes:
     def attach(self, snapshotter: Snapshotter) -> None:
         """Where slots are given back."""
         self._snapshotter = snapshotter
+        if snapshotter.symbols is not None:
+            snapshotter.symbols.on_due = self._note_due
+
+    def _note_due(self) -> None:
+        self.is_due_again = True
 
     def on_settled(self, inflight: Inflight) -> None:
         """Copier thread: a snapshot is complete, or void."""
         if inflight.void is None:
-            self.memory_step = inflight.step
+            self.memory_step = self.memory_step if inflight.is_symbols else inflight.step
         elif inflight.is_durable:
             if not inflight.is_announced:
                 self.on_unheard(inflight)
@@ -112,8 +117,17 @@ class Outcomes:
         elif kind == "delta":
             self.delta_step = message["step"]
         elif kind == "base_due":
-            self.is_due_again = True
+            self._note_due()
+        elif kind in ("rebased", "chain_over"):
+            symbols = self._snapshotter.symbols
+            assert symbols is not None
+            if kind == "rebased":
+                symbols.on_rebased(sequence, message["base"])
+            else:
+                symbols.on_over(message["base"])
         elif kind == "replaced":
+            if self._snapshotter.symbols is not None:
+                self._snapshotter.symbols.on_over()  # the chain went with the agent before
             self._on_new_agent(message["pid"])
         elif kind == "lost":
             self.why_lost = "the agent died again and again; see the log above for its error"

@@ -76,10 +76,14 @@ def test_one_that_was_overtaken_is_not_coded_late(arena: Arena, tmp_path: Path) 
     assert not [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "chain-ended"]
 
 
+def _let_go(pending: Pending) -> None:
+    pending.is_held = False
+
+
 def test_a_successor_without_deltas_gets_the_slot_back(arena: Arena) -> None:
     worker, item = Worker(), snapshot(arena, 1, durable=True, delta=False)
     worker.queue.add(item)
-    worker.chainer = SimpleNamespace(rebase=lambda pending: None, is_busy=False)  # type: ignore[assignment]
+    worker.chainer = SimpleNamespace(rebase=_let_go, is_busy=False)  # type: ignore[assignment]
     worker.persister = SimpleNamespace(persist=lambda pending: True)  # type: ignore[assignment]
 
     def after_commit(pending: Pending, seconds: float) -> None:
@@ -237,14 +241,15 @@ def test_nothing_is_said_of_a_chain_that_went_while_it_was_read(run_dir: Path, m
     run.ckpt.close(save=False)
     chain = find_chains(RunPaths(run_dir))[0]
 
-    def gone(*_: object) -> None:
-        (run_dir / chain.base.directory / "manifest.json").unlink()
-        raise stepwell.DamagedError("No such file")
+    def gone(path: Path) -> None:
+        if chain.base.directory in str(path):  # there may be another one, which stays
+            (run_dir / chain.base.directory / "manifest.json").unlink()
+            raise stepwell.DamagedError("No such file")
 
     monkeypatch.setattr("stepwell.chains.check_records", gone)
     found = CliRunner().invoke(main, ["verify", str(run_dir)])
     assert not (run_dir / chain.base.directory / "manifest.json").exists(), "it was looked at"
-    assert found.exit_code == 0 and "No such file" not in found.output
+    assert found.exit_code == 0 and "No such file" not in found.output, found.output
 
 
 def test_a_run_without_deltas_needs_no_numpy() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import stepwell
+from stepwell.types import CheckpointId
 from tests.levels.peer_node import until
 from tests.loop.small import Numbers, Small
 
@@ -52,13 +53,16 @@ def state_of(run: Small) -> State:
     return found
 
 
-def train(run: Small, steps: int, at: Callable[[int], None] = lambda step: None) -> dict[int, State]:
+def train(
+    run: Small, steps: int, at: Callable[[int], None] = lambda step: None, *, is_chained: bool = False
+) -> dict[int, State]:
     """So many steps, each durable before the next; the first one is a base. Returns the state after each.
 
-    at:  called after each step, when it is
+    at:          called after each step, when it is
+    is_chained:  there is a chain already, and no step is before a base
     """
     truth: dict[int, State] = {}
-    first = run.ckpt.status().committed_step
+    first = -1 if is_chained else run.ckpt.status().committed_step
     for epoch in run.ckpt.epochs(1000):
         for batch in run.ckpt.data:
             if truth:
@@ -75,17 +79,28 @@ def train(run: Small, steps: int, at: Callable[[int], None] = lambda step: None)
     return truth
 
 
-def train_into_another_chain(run: Small) -> None:
-    """Until the chain has ended, and one whose base is of later steps than now has a record.
+def train_into_another_chain(run: Small, *, is_told: bool = True) -> None:
+    """Until one whose base is of later steps than now has a record.
 
     More than one base may be there by now: a chain asks for one by itself, beside the one that `train` saves.
+
+    is_told:  the agent says that the old one has ended
     """
     now = run.ckpt.status().step
     deadline = time.monotonic() + SECONDS
-    while not (run.events("chain-ended") and any(event["base"] > now for event in run.events("delta"))):
+    while (is_told and not run.events("chain-ended")) or not any(
+        base_step(event) > now for event in run.events("delta")
+    ):
         assert time.monotonic() < deadline, run.ckpt.status()
         train(run, 2)
         time.sleep(0.02)
+
+
+def base_step(event: dict[str, Any]) -> int:
+    """Of the chain that a record went to."""
+    base = CheckpointId.parse(event["base"])
+    assert base is not None
+    return base.step
 
 
 def settle(run: Small, first: int | None) -> None:

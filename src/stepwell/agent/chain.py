@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +23,9 @@ import numpy as np
 from stepwell import journal
 from stepwell.agent.queue import Layout, Pending, PendingQueue
 from stepwell.arena.channel import Message
-from stepwell.codecs import events
-from stepwell.codecs.chain import ChainWriter
+from stepwell.codecs import events, given
+from stepwell.codecs.chain import Appended, ChainWriter
+from stepwell.codecs.coder import Given
 from stepwell.codecs.layout import Deltas, Leaf, State
 from stepwell.errors import StateError
 from stepwell.faults import crash_point
@@ -41,17 +42,39 @@ _LIVE: Final = 0
 
 @dataclass(frozen=True)
 class _Open:
-    """A chain that is being written: its base, and the leaves it is of, in the layout with this number."""
+    """A chain that is being written: its base, and the leaves it is of, in the layout with this number. coded: parts
+    that the trainer codes.
+    """
 
     base: CheckpointId
     writer: ChainWriter
     leaves: list[Leaf]
     layout: int
+    coded: frozenset[int] = frozenset()
 
-    def check(self, layout: Layout) -> None:
-        """Raise StateError if these are not the same leaves. Names and sizes alone do not tell."""
+    def takes(self, pending: Pending) -> bool:
+        """Whether it is made for such records: whole ones, or those that were coded against this very base."""
+        if pending.is_symbols:
+            return bool(pending.meta["symbols"]["base"] == self.base.directory)
+        return not self.coded
+
+    def append(self, pending: Pending) -> Appended:
+        """Make a record of a snapshot. Raises StateError if these are not the same leaves."""
+        if pending.is_symbols:  # the trainer looked at the leaves
+            return self.writer.append(pending.id.step, _state(pending), _note(pending), self._given(pending))
+        layout = pending.layout  # names and sizes alone do not tell
         if layout.number != self.layout and _leaves(layout) != self.leaves:
             raise StateError("the leaves, their types or their shapes have changed")
+        return self.writer.append(pending.id.step, _state(pending), _note(pending))
+
+    def _given(self, pending: Pending) -> dict[int, Given]:
+        about, number = pending.meta["symbols"], pending.meta["symbols"]["part"]
+        image = np.frombuffer(pending.arena.image(pending.slot, pending.arena.shape.slot_bytes), np.uint8)
+        symbols = image[about["start"] : about["start"] + about["nbytes"]]
+        found = given.load(self.writer.parts[number], image[about["facts"] :], symbols)
+        if found.coded.facts.exact:
+            raise StateError(f"{found.coded.facts.exact} tensors hold values that cannot be coded")
+        return {number: found}
 
 
 class Chainer:
@@ -66,6 +89,8 @@ class Chainer:
         self._lock, self._queue, self._say = lock, queue, say
         self._chain: _Open | None = None
         self._next: _Open | None = None
+        self._held: Pending | None = None
+        """A base whose slot the trainer has yet to read."""
         self._asked_at = self._based_at = -_ASK_SECONDS
         self._is_closed = self.is_busy = False
 
@@ -76,12 +101,34 @@ class Chainer:
     def close(self) -> None:
         """Another trainer is served from here on. Under the lock."""
         self._is_closed = True
+        self.let_go()
         self._lock.notify_all()
 
+    def let_go(self, sequence: int | None = None) -> None:
+        """The slot of the base with this number, or of any, is not needed any more. Under the lock."""
+        if self._held is not None and sequence in (None, self._held.sequence):
+            self._held.is_held, self._held = False, None
+
     def rebase(self, pending: Pending) -> None:
-        """A checkpoint is committed and its slot still holds it: records against it follow. The worker's thread."""
+        """A checkpoint is committed and its slot still holds it: records against it follow. The worker's thread.
+
+        The slot is held further if the trainer codes: it says when it has read the base.
+        """
+        chain = self._make(pending)
+        with self._lock:
+            pending.is_held = False
+            if chain is not None:
+                self._next, self._asked_at, self._based_at = chain, -_ASK_SECONDS, time.monotonic()
+                self.let_go()
+            if chain is not None and chain.coded and not self._is_closed:
+                self._held, pending.is_held = pending, True
+                self._say({"type": "rebased", "sequence": pending.sequence, "base": pending.id.directory})
+            self._lock.notify_all()
+
+    def _make(self, pending: Pending) -> _Open | None:
+        """The chain of a new base, if it can be one."""
         if pending.is_delta or pending.suspect() is not None or pending.id.lineage != self._lineage:
-            return
+            return None
         started = time.monotonic()
         try:
             crash_point("chain.base")
@@ -89,26 +136,26 @@ class Chainer:
                 used = [chain.base for chain in (self._chain, self._next) if chain is not None]
                 chains.remove_chains(self._paths, used, _KEPT_CHAINS)
             leaves = _leaves(pending.layout)
-            chain = _Open(pending.id, self._begin(pending, leaves), leaves, pending.layout.number)
+            coded = frozenset(pending.meta.get("coded", ()))
+            writer = self._begin(pending, leaves, coded)
+            chain = _Open(pending.id, writer, leaves, pending.layout.number, coded)
         except Exception as error:  # whatever it is: the checkpoint is there, and so will the next ones be
             self._log.emit(events.ChainEnded(base=pending.id.directory, reason=f"no chain: {error}"))
-            return
+            return None
         seconds = time.monotonic() - started
         self._log.emit(
             events.ChainBegun(base=pending.id.directory, codec=self._deltas.parameters.text, seconds=seconds)
         )
-        with self._lock:
-            self._next, self._asked_at, self._based_at = chain, -_ASK_SECONDS, time.monotonic()
-            self._lock.notify_all()
+        return chain
 
-    def _begin(self, pending: Pending, leaves: list[Leaf]) -> ChainWriter:
+    def _begin(self, pending: Pending, leaves: list[Leaf], coded: frozenset[int]) -> ChainWriter:
         path = chains.chain_path(self._paths, pending.id)
         files.make_directory(path.parent)
         shard = self._paths.checkpoint(pending.id) / f"{pending.owner.stem}.safetensors"
         assert isinstance(shard, Path)
-        layout = pending.layout
+        layout, deltas = pending.layout, replace(self._deltas, skip_every=0) if coded else self._deltas
         return ChainWriter.start(
-            path, leaves, _state(pending), step=pending.id.step, deltas=self._deltas,
+            path, leaves, _state(pending), step=pending.id.step, deltas=deltas, elsewhere=coded,
             base=lambda: _cut(layout, np.memmap(shard, np.uint8, "r")),
         )  # fmt: skip
 
@@ -131,10 +178,10 @@ class Chainer:
         """Wait for the next snapshot; None: closed."""
         with self._lock:
             while not self._is_closed:
-                pending = self._queue.next_delta()
-                if pending is not None and self._chain is None and self._next is None:
+                pending, has_chain = self._queue.next_delta(), self._chain is not None or self._next is not None
+                if not has_chain and (self._deltas.device or pending is not None):
                     self._ask("there is no base yet")  # until there is one it stays what is coded next
-                elif pending is not None:
+                if pending is not None and (has_chain or pending.is_symbols):
                     pending.is_coded = self.is_busy = pending.is_held = True
                     return pending
                 self._lock.wait(0.2)
@@ -142,25 +189,23 @@ class Chainer:
 
     def _append(self, pending: Pending) -> list[Message]:
         """Make a record of a snapshot. Returns what the trainer is to be told."""
-        chain, step = self._switch(), pending.id.step
+        chain, step = self._switch(pending), pending.id.step
+        if chain is None:
+            self._log.emit(events.DeltaSkipped(step=step, reason="its chain is over, and the next one has not begun"))
+            return []
         if (suspect := pending.suspect()) is not None:
             self._log.emit(events.DeltaSkipped(step=step, reason=suspect))
-            return []
+            return self._end(chain, suspect) if pending.is_symbols else []  # the next ones go on from this one
         if step <= chain.base.step or pending.id.lineage != self._lineage:  # of a trainer before: another history
             return []
         started = time.monotonic()
         try:
             crash_point("chain.begin")
-            chain.check(pending.layout)
-            done = chain.writer.append(step, _state(pending), _note(pending))
+            done = chain.append(pending)
             crash_point("chain.appended")
             why = chain.writer.refresh()
         except Exception as error:  # whatever it is, it costs this chain and nothing else
-            self._log.emit(events.ChainEnded(base=chain.base.directory, reason=str(error)))
-            chain.writer.close()
-            self._chain = None
-            self._ask(str(error))
-            return []
+            return self._end(chain, str(error))
         self._log.emit(
             events.Delta(
                 step=step,
@@ -177,15 +222,22 @@ class Chainer:
             self._ask(why, is_urgent=False)
         return [{"type": "delta", "step": step}]
 
-    def _switch(self) -> _Open:
-        """The chain to append to: of the newest base."""
+    def _end(self, chain: _Open, reason: str) -> list[Message]:
+        """No more records go to it. Returns what the trainer is to be told."""
+        self._log.emit(events.ChainEnded(base=chain.base.directory, reason=reason))
+        chain.writer.close()
+        self._chain = None
+        self._ask(reason)
+        return [{"type": "chain_over", "base": chain.base.directory}] if chain.coded else []
+
+    def _switch(self, pending: Pending) -> _Open | None:
+        """The chain to append to: of the newest base, unless this was coded against another one."""
         with self._lock:
-            if self._next is not None:
+            if self._next is not None and self._next.takes(pending):
                 if self._chain is not None:
                     self._chain.writer.close()
                 self._chain, self._next = self._next, None
-            assert self._chain is not None
-            return self._chain
+            return self._chain if self._chain is not None and self._chain.takes(pending) else None
 
     def _ask(self, reason: str, *, is_urgent: bool = True) -> None:
         """For a base: once, until there is one or that takes too long, since it may have come to nothing.

@@ -181,7 +181,11 @@ class AgentClient:
     def _forget_old(self) -> None:
         """Keep the newest arena and layout, and those that snapshots on their way refer to."""
         arenas = {message["generation"] for message in self._begun.values()} | {max(self._arenas, default=0)}
-        layouts = {message["layout"] for message in self._begun.values()} | {max(self._layouts, default=0)}
+        layouts = {message["layout"] for message in self._begun.values()}
+        for is_partial in (False, True):  # one of whole states, and one of what goes with symbols
+            layouts |= {
+                max((n for n, each in self._layouts.items() if each.get("is_partial", False) is is_partial), default=0)
+            }
         for generation in self._arenas.keys() - arenas:
             os.close(self._arenas.pop(generation)[1])
         for number in self._layouts.keys() - layouts:

@@ -36,7 +36,6 @@ from stepwell.format.manifest import Void
 from stepwell.store import desk
 from stepwell.store.objects import Facts
 from stepwell.store.paths import RunPaths
-from stepwell.store.progress import read_progress
 from stepwell.types import CheckpointId, Keep, Owner
 
 _POLL_SECONDS: Final = 0.004
@@ -222,6 +221,9 @@ class Agent:
         with self._lock:
             self.worker.say_void(Void(self.run_id, id, self.owner.rank, message["reason"]))
 
+    def _do_taken(self, message: Message) -> None:
+        self.worker.note_taken(message["sequence"])
+
     def _do_make_room(self, message: Message) -> None:
         with self._lock:
             self.worker.queue.is_room_wanted = True
@@ -300,19 +302,14 @@ class Agent:
                 self.worker.queue.want_newest()
             pending = len([item for item in self.worker.queue.items if not item.is_done])
         if not self._closing:
-            self._teller = threading.Thread(target=self._tell_death, args=(self._trainer_pid, pending), daemon=True)
+            facts = self.paths.progress, self._trainer_pid, pending
+            self._teller = threading.Thread(target=self.worker.tell_death, args=facts, daemon=True)
             self._teller.start()
         self._trainer_pid, self._is_greeted = 0, False
         self._has_news.set()
         self._leave_at = time.monotonic() + (0 if self._closing and not pending else self.linger_seconds)
         with open(os.devnull, "wb") as null:
             os.dup2(null.fileno(), 2)  # `train 2>&1 | tee` must not wait for us
-
-    def _tell_death(self, pid: int, pending: int) -> None:
-        """A thread of its own: the file system may hang."""
-        progress = read_progress(self.paths.progress)
-        step = progress.step if progress is not None and progress.pid == pid else 0
-        self.worker.log.emit(events.TrainerDeath(pid=pid, step=step, pending=pending))
 
     def _drop_incomplete(self) -> None:
         with self._lock:

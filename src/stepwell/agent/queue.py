@@ -69,12 +69,15 @@ class Pending:
     """Whether it is to be written. If not it only waits in memory, for a successor."""
     is_delta: bool = field(init=False)
     """Whether what changed goes into a chain."""
+    is_symbols: bool = field(init=False)
+    """Whether that came coded: then it is no state, and no other record can take its place."""
     is_coded: bool = False
     is_held: bool = False
     """It is being read for a chain: its slot is not free, whatever became of it."""
 
     def __post_init__(self) -> None:
         self.is_wanted, self.is_delta = self.meta.get("durable", True), self.meta.get("delta", False)
+        self.is_symbols = "symbols" in self.meta
 
     @property
     def is_complete(self) -> bool:
@@ -172,7 +175,8 @@ class PendingQueue:
             in_the_way = self.is_room_wanted and item.arena.shape.slots == 1
             has_newer = any(other.sequence > item.sequence for other in complete)
             given_up = item.failures > 0 and item.is_complete and (has_newer or in_the_way)
-            is_over = item.is_void or given_up or (not item.is_wanted and (has_newer or in_the_way))
+            is_used_up = item.is_coded if item.is_symbols else has_newer or in_the_way
+            is_over = item.is_void or given_up or (not item.is_wanted and is_used_up)
             is_written = item.written_at is not None  # the leader may be about to commit it
             if not item.is_held and (item.is_done or (item is not busy and not is_written and is_over)):
                 self.items.remove(item)
@@ -180,7 +184,7 @@ class PendingQueue:
         return out
 
     def _note_complete(self) -> list[Pending]:
-        complete = [item for item in self.items if item.is_complete]
+        complete = [item for item in self.items if item.is_complete and not item.is_symbols]
         self._complete.update({(item.arena.shape.generation, item.slot): item for item in complete})
         return complete
 
@@ -207,9 +211,16 @@ class PendingQueue:
         """Whether something is still to be written, now or later."""
         return any(item.is_wanted and not item.is_done for item in self.items)
 
+    def has_symbols(self) -> bool:
+        """Whether something that came coded is still to go into its chain."""
+        return any(item.is_symbols and item.is_complete and not item.is_coded for item in self.items)
+
     def next_delta(self) -> Pending | None:
-        """The newest complete one that is to go into a chain."""
-        newest = max((item for item in self.items if item.is_delta and item.is_complete), key=_sequence, default=None)
+        """What is to go into a chain next: of what came coded the oldest, else the newest one."""
+        ready = [item for item in self.items if item.is_delta and item.is_complete]
+        if symbols := [item for item in ready if item.is_symbols and not item.is_coded]:
+            return min(symbols, key=_sequence)
+        newest = max((item for item in ready if not item.is_symbols), key=_sequence, default=None)
         return None if newest is None or newest.is_coded else newest
 
     def unused(self, generations: Iterable[int], busy: Pending | None) -> list[int]:
@@ -232,7 +243,7 @@ class PendingQueue:
 
     def drop_unwanted(self) -> None:
         """The run was closed, its last step saved: what was only kept in memory is not needed any more."""
-        self._keep(lambda item: item.is_wanted)
+        self._keep(lambda item: item.is_wanted or item.is_symbols)
 
     def want_newest(self) -> None:
         """The trainer is dead: if the newest complete snapshot was only kept in memory, it is to be written now."""

@@ -26,6 +26,7 @@ from stepwell.arena.channel import Message
 from stepwell.errors import FencedError, StepwellError, VoidError
 from stepwell.format.manifest import Void
 from stepwell.store.paths import RunPaths
+from stepwell.store.progress import read_progress
 from stepwell.types import CheckpointId, Keep, Owner
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Worker:
         """Whether nothing is being done and nothing waits to be done."""
         is_done = self.busy is None and not self._sweeps_due and not self._voids and not self.queue.is_waiting()
         is_done = is_done and (self._again is None or self._again_at > 0)  # it may have to be carried on
-        is_done = is_done and (self.chainer is None or not self.chainer.is_busy)
+        is_done = is_done and (self.chainer is None or not (self.chainer.is_busy or self.queue.has_symbols()))
         return is_done and (self.flusher is None or self.flusher.is_idle)
 
     def may_leave(self, late_seconds: float) -> bool:
@@ -131,6 +132,18 @@ class Worker:
         if is_busy or flusher is None or flusher.is_idle:
             return not is_busy
         return not flusher.is_moving and late_seconds > self.storage_seconds
+
+    def note_taken(self, sequence: int) -> None:
+        """The trainer has read a base out of its slot."""
+        with self.lock:
+            if self.chainer is not None:
+                self.chainer.let_go(sequence)
+
+    def tell_death(self, progress_file: Path, pid: int, pending: int) -> None:
+        """Of the trainer. A thread of its own: the file system may hang."""
+        progress = read_progress(progress_file)
+        step = progress.step if progress is not None and progress.pid == pid else 0
+        self.log.emit(events.TrainerDeath(pid=pid, step=step, pending=pending))
 
     def start(self) -> None:
         """Begin to work."""
@@ -211,7 +224,6 @@ class Worker:
                 self.after_commit(pending, time.monotonic() - started)
                 if chainer is not None:
                     chainer.rebase(pending)
-                    pending.is_held = False
             else:
                 self.note_written(pending)
 

@@ -28,7 +28,7 @@ from stepwell.codecs.document import Document, manifest_digest
 from stepwell.codecs.floats import AnyArray
 from stepwell.codecs.groups import Facts
 from stepwell.codecs.image import Image
-from stepwell.codecs.layout import Deltas, Leaf, State, arrange
+from stepwell.codecs.layout import Deltas, Leaf, Part, State, arrange
 from stepwell.codecs.record import Head, body_digest
 from stepwell.codecs.replay import read_base
 from stepwell.codecs.segment import BASE_NAME, Appender, list_segments, segment_name, sync_directory
@@ -75,14 +75,14 @@ class ChainWriter:
         """
         if sys.byteorder != "little":
             raise ConfigError("chains are written and read on little-endian machines only")
-        image = Image(arrange(leaves, deltas))
-        image.fill(image.split(state))
-        about = Document(image.parts, deltas.skip, step, image.digest(), base is not None)
+        parts = arrange(leaves, deltas)
+        away = {*elsewhere, *(number for number, part in enumerate(parts) if part.is_held)}
+        image = Image.of(parts, state, away if base is not None else ())
+        about = Document(parts, deltas.skip, step, image.digest(), base is not None)
         directory.mkdir()
         if base is None:
             _write_base(directory, about, image)
-        away = {*elsewhere, *(number for number, part in enumerate(about.parts) if part.is_held)}
-        image = image.without(away)
+            image = image.without(away)
         digests = dict(image.away)
 
         def load() -> Image:
@@ -112,6 +112,11 @@ class ChainWriter:
         """Nothing more will be appended. What was, is durable."""
         if self._segment is not None:
             self._segment.close()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What a record has sections of."""
+        return self._document.parts
 
     @property
     def is_skip_next(self) -> bool:

@@ -76,8 +76,9 @@ class _Side:
 class DeviceCoder:
     """One part of float32 tensors on one device; `start` makes one. Constructing makes room on the device."""
 
-    def __init__(self, part: Part, device: torch.device, skip: Spec) -> None:
-        self.part, self._skip, self._device, self._side = part, part.for_skip(skip), device, _Side(device)
+    def __init__(self, part: Part, device: torch.device, skip: Spec | None) -> None:
+        self.part, self._device, self._side = part, device, _Side(device)
+        self._skip = part if skip is None else part.for_skip(skip)
         self.reference = torch.empty(part.size, dtype=torch.float32, device=device)
         self._places = {bits: Places(part, bits, device) for bits in map(stored_bits, (part.spec, self._skip.spec))}
         self._results = Results(len(part.groups()), device)
@@ -90,36 +91,51 @@ class DeviceCoder:
 
     @classmethod
     def start(cls, part: Part, tensors: Sequence[torch.Tensor], *, skip: Spec) -> DeviceCoder:
-        """Take the tensors' values as those of the base. `skip`: codec of records against it.
+        """Take the tensors' values as those of the base. `skip`: codec of records against it. Raises RoomError."""
+        coder = cls.make(part, tensors[0].device, skip=skip)
+        coder.begin(tensors)
+        return coder
 
-        Raises RoomError where the device has no memory for a copy of them: code on the host then.
+    @classmethod
+    def make(cls, part: Part, device: torch.device, *, skip: Spec | None = None) -> DeviceCoder:
+        """`begin` comes next. Raises RoomError where the device has no memory for a copy of the part: code on the host
+        then.
         """
         if not part.spec.is_delta:
             raise ConfigError(f"{part.spec.text} is coded on the host", found=part.spec.text)
         try:
-            coder = cls(part, tensors[0].device, skip)
+            return cls(part, device, skip)
         except torch.OutOfMemoryError as error:
             nbytes = 4 * part.size
             raise RoomError(
                 f"the device has no memory for a copy of {nbytes} bytes; code on the host", found=nbytes
             ) from error
-        coder.reset(tensors)
-        with coder._side.passes():
-            coder._sample.take_base(coder.reference)
-        return coder
+
+    def begin(self, values: Sequence[torch.Tensor]) -> None:
+        """These are the values of a base, here or on the host, where they stay until the next `finish`."""
+        self.reset(values)
+        with self._side.passes():
+            self._sample.take_base(self.reference)
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Of a record's symbols."""
+        return self._places[stored_bits(self.part.spec)].packed.numel()
 
     def reset(self, values: Sequence[torch.Tensor]) -> None:
         """Readers have these values, those of the base, and no tables: a skip record begins with it."""
         self._known, self._uploaded = {}, None
         lines = self.reference.split([slot.leaf.count for slot in self.part.slots])
         with self._side.passes():
-            torch._foreach_copy_(list(lines), [value.detach().reshape(-1) for value in values])
-        self._side.guard()  # the values may go
+            for line, value in zip(lines, values, strict=True):
+                line.copy_(value.detach().reshape(-1), non_blocking=True)
+        self._side.guard()  # the values may go, if they are on the device
 
-    def encode(self, tensors: Sequence[torch.Tensor], *, reuse: bool = True, is_skip: bool = False) -> None:
-        """Queue the passes over the tensors and the copy of the symbols. The host waits where tables have to be made,
-        which takes the first pass. Raises StateError if these are not the part's tensors; after any other error a new
-        base is due. `finish` comes next.
+    def encode(self, tensors: Sequence[torch.Tensor], *, reuse: bool = True, is_skip: bool = False,
+               room: torch.Tensor | None = None) -> None:  # fmt: skip
+        """Queue the passes over the tensors and the copy of the symbols, into `room` on the host if that is given. The
+        host waits where tables have to be made, which takes the first pass. Raises StateError if these are not the
+        part's tensors; after any other error a new base is due. `finish` comes next.
         """
         assert self._choices is None, "the record before is not finished"
         self._check(tensors)
@@ -134,7 +150,7 @@ class DeviceCoder:
                 self._uploaded = Uploaded(self._choices, places.bits, self._device)
             self._run(part, places, self._uploaded)
         with self._side.copies():
-            places.download()
+            places.download(room)
             self._results.download()
 
     def guard(self) -> None:

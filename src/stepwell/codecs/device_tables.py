@@ -50,7 +50,8 @@ class Places:
         self.powers = up(self.tiles.powers.view(np.int32), device)
         nbytes = self.tiles.groups[-1][1].stop if self.tiles.groups else 0
         self.packed = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._packed_host = _host_like(self.packed)
+        self._own: torch.Tensor | None = None
+        self._host = torch.empty(0, dtype=torch.uint8)
         self._addresses: list[int] = []
         self.leaves, self.align = torch.empty(0), 1
 
@@ -61,13 +62,16 @@ class Places:
             leaves, self.align = self.tiles.with_addresses(addresses)
             self.leaves, self._addresses = up(leaves, self._device), addresses
 
-    def download(self) -> None:
-        """Queue the copy of the symbols."""
-        self._packed_host.copy_(self.packed, non_blocking=True)
+    def download(self, room: torch.Tensor | None) -> None:
+        """Queue the copy of the symbols, to `room` or to memory of our own."""
+        if room is None:
+            room = self._own = _host_like(self.packed) if self._own is None else self._own
+        self._host = room
+        room.copy_(self.packed, non_blocking=True)
 
     def packed_bytes(self) -> Bytes:
         """The symbols, once they are copied; until the next record."""
-        found: Bytes = self._packed_host.numpy()
+        found: Bytes = self._host.numpy()
         return found
 
 

@@ -19,6 +19,14 @@ class ChainBegun(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Coding(Event):
+    """Where parameters are quantised from now on (`Deltas(device=True)`)."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class BaseDue(Event):
     """The next step is to be a checkpoint, whatever the policy says."""
 

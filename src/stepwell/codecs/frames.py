@@ -10,6 +10,7 @@ measured smaller and faster than level 1. Negative levels would leave out the en
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Final
 
 from stepwell.errors import ConfigError, DamagedError
@@ -23,6 +24,8 @@ MOST_DICTIONARY_BYTES: Final = 1 << 16
 _WINDOW_NBYTES: Final = 1 << 23
 """The most a frame may ask for to look back; levels below 19 stay within it."""
 _STRETCH_NBYTES: Final = 1 << 20
+_LARGE_NBYTES: Final = 32 << 20
+"""From here on threads are worth it. A frame has the same bytes whatever their number, as long as there are any."""
 
 
 def compress(data: bytes | bytearray | memoryview, *, level: int = 0, dictionary: bytes = b"") -> bytes:
@@ -32,8 +35,9 @@ def compress(data: bytes | bytearray | memoryview, *, level: int = 0, dictionary
     if level:
         return bytes(zstd.ZstdCompressor(level=level, dict_data=trained).compress(data))
     parameters = zstd.ZstdCompressionParameters(
-        strategy=zstd.STRATEGY_FAST, window_log=20, hash_log=6, min_match=7, write_dict_id=False
-    )
+        strategy=zstd.STRATEGY_FAST, window_log=20, hash_log=6, min_match=7, write_dict_id=False,
+        threads=_threads() if len(data) > _LARGE_NBYTES else 0,
+    )  # fmt: skip
     return bytes(zstd.ZstdCompressor(compression_params=parameters, dict_data=trained).compress(data))
 
 
@@ -73,6 +77,11 @@ def train(samples: list[bytes], nbytes: int) -> bytes:
         return bytes(zstd.train_dictionary(nbytes, samples).as_bytes())
     except zstd.ZstdError:
         return b""
+
+
+def _threads() -> int:
+    """A quarter of the cores: the others are training's."""
+    return max(1, (os.cpu_count() or 1) // 4)
 
 
 def _dictionary(data: bytes) -> ZstdCompressionDict | None:

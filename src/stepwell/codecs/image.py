@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from stepwell.codecs.floats import AnyArray
-from stepwell.codecs.layout import Part, State, as_bytes, flat
+from stepwell.codecs.layout import Part, Slot, State, as_bytes, flat
 from stepwell.codecs.signature import part_digest, signature, state_digest
 from stepwell.errors import StateError
 
@@ -29,6 +29,18 @@ class Image:
             for part, slots in zip(self.parts, self._slots, strict=True)
         ]
 
+    @classmethod
+    def of(cls, parts: Sequence[Part], state: State, away: Collection[int]) -> Image:
+        """A state; of some parts the digests alone, which are taken without a copy. Raises StateError."""
+        values = _split(parts, [part.slots for part in parts], state)
+        digests = {}
+        for number in away:
+            pieces = [as_bytes(value) for value in values[number]]
+            digests[number] = part_digest(sum(piece.size for piece in pieces), signature(*pieces))
+        image = cls(parts, digests)
+        image.fill([[] if number in digests else line for number, line in enumerate(values)])
+        return image
+
     def without(self, numbers: Collection[int]) -> Image:
         """The same with the digests alone of some parts. The other arrays are shared."""
         image = Image(self.parts, {number: self._part_digest(number) for number in numbers})
@@ -39,14 +51,7 @@ class Image:
         """Values of a state by part and leaf, in one dimension each. Raises StateError if they are not those leaves;
         those there is no room for may be missing.
         """
-        names = {slot.leaf.name for part in self.parts for slot in part.slots}
-        needed = {slot.leaf.name for slots in self._slots for slot in slots}
-        if different := sorted((needed - set(state)) | (set(state) - names)):
-            raise StateError(f"the state has other leaves: {different[0]!r}; begin a new base", leaf=different[0])
-        return [
-            [flat(slot.leaf, state[slot.leaf.name], is_floats=part.is_floats) for slot in slots]
-            for part, slots in zip(self.parts, self._slots, strict=True)
-        ]
+        return _split(self.parts, self._slots, state)
 
     def fill(self, values: Sequence[Sequence[AnyArray]]) -> None:
         """Take over values as they are."""
@@ -75,3 +80,15 @@ class Image:
                     line = np.frombuffer(line.data, np.float32) if size else np.empty(0, np.float32)
                 found[leaf.name] = line.reshape(leaf.shape) if leaf.dtype == "float32" else line
         return found
+
+
+def _split(parts: Sequence[Part], wanted: Sequence[Sequence[Slot]], state: State) -> list[list[AnyArray]]:
+    """Values of the wanted slots of each part; the other leaves may be missing."""
+    names = {slot.leaf.name for part in parts for slot in part.slots}
+    needed = {slot.leaf.name for slots in wanted for slot in slots}
+    if different := sorted((needed - set(state)) | (set(state) - names)):
+        raise StateError(f"the state has other leaves: {different[0]!r}; begin a new base", leaf=different[0])
+    return [
+        [flat(slot.leaf, state[slot.leaf.name], is_floats=part.is_floats) for slot in slots]
+        for part, slots in zip(parts, wanted, strict=True)
+    ]

@@ -57,6 +57,8 @@ class Deltas:
     keep_segments: of the records before a skip record, how many such stretches stay
     reuse_tables:  quantiser tables, and code tables, are used again while they fit
     dictionary_bytes: a zstd dictionary for records of a few kilobytes; 0: none
+    device:        parameters on a GPU are quantised there, and symbols are copied: the state is not in memory any more
+                   when this process crashes, and no record is one against the base
     """
 
     parameters: Spec = field(default_factory=LC)
@@ -74,6 +76,7 @@ class Deltas:
     keep_segments: int = 2
     reuse_tables: bool = True
     dictionary_bytes: int = 0
+    device: bool = False
 
     @classmethod
     def of(cls, wanted: Spec | Deltas) -> Deltas:

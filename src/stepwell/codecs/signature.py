@@ -28,18 +28,27 @@ _ROWS: Final = 16
 """Rows that are mixed at once, so that there are fewer calls."""
 
 
-def signature(data: Bytes) -> Words:
-    """Of the bytes of a part."""
-    sums = np.zeros(COLUMNS, np.uint32)
-    whole = data.size - data.size % (4 * COLUMNS)
-    words: Words = data[:whole].view(np.uint32)
-    room = np.empty(_ROWS * COLUMNS, np.uint32)
-    for start in range(0, words.size, room.size):
-        _add(words[start : start + room.size], room, sums)
-    if whole < data.size:
-        last = np.zeros(4 * COLUMNS, np.uint8)
-        last[: data.size - whole] = data[whole:]
-        _add(last.view(np.uint32), room, sums)
+def signature(*pieces: Bytes) -> Words:
+    """Of the bytes of a part, which may come in pieces."""
+    sums, room = np.zeros(COLUMNS, np.uint32), np.empty(_ROWS * COLUMNS, np.uint32)
+    row, filled = np.zeros(4 * COLUMNS, np.uint8), 0
+    for data in pieces:
+        if filled:
+            head, data = data[: row.size - filled], data[row.size - filled :]
+            row[filled : filled + head.size] = head
+            filled += head.size
+            if filled < row.size:
+                continue
+            _add(row.view(np.uint32), room, sums)
+        whole = data.size - data.size % row.size
+        words: Words = data[:whole].view(np.uint32)
+        for start in range(0, words.size, room.size):
+            _add(words[start : start + room.size], room, sums)
+        filled = data.size - whole
+        row[:filled] = data[whole:]
+    if filled:
+        row[filled:] = 0
+        _add(row.view(np.uint32), room, sums)
     return sums
 
 

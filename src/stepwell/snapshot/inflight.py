@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from stepwell.arena.memory import FROZEN, Arena
 from stepwell.errors import StateError
 from stepwell.faults import crash_point
-from stepwell.snapshot.device import DeviceJob
 from stepwell.snapshot.guard import Fingerprints, Guard, Taken, content_digest, digests
 from stepwell.snapshot.host import HostWork
 from stepwell.snapshot.plan import Plan
@@ -29,6 +29,20 @@ class Void:
 
     leaf: str
     seen_by: str
+
+
+class Job(Protocol):
+    """What a device does for a snapshot (`device`, `symbols`)."""
+
+    def issue(self) -> None: ...
+
+    def gate(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def waited_seconds(self) -> float | None: ...
+
+    def finish(self, on_copied: Callable[[int], None]) -> list[str]: ...
 
 
 class Fill:
@@ -64,6 +78,8 @@ class Inflight:
     strategy: str
     repeat: int = 0
     is_durable: bool = True
+    is_symbols: bool = False
+    """What changed, coded: no state that could be restored from memory."""
     frozen_sequence: int = 0
     copies_frozen: bool = False
     guard: Guard = field(default_factory=Guard)
@@ -71,7 +87,7 @@ class Inflight:
     staged: Future[None] = field(default_factory=Future)
     host: HostWork = field(default_factory=lambda: HostWork([], lambda start: None))
     fill: Fill = field(default_factory=lambda: Fill(0, [], lambda nbytes: None))
-    jobs: list[DeviceJob] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
     samples: list[tuple[list[str], list[int], torch.Tensor]] = field(default_factory=list)
     copies: list[Taken] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)

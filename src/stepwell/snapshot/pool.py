@@ -48,8 +48,10 @@ class Slot:
 class SlotPool:
     """The arena of this trainer. Constructing only assigns; `prepare` takes the memory."""
 
-    def __init__(self, *, slots: int, cap_bytes: int | None, pages: PageLocks, log: journal.EventLog) -> None:
+    def __init__(self, *, slots: int, cap_bytes: int | None, spare_bytes: int = 0, pages: PageLocks,
+                 log: journal.EventLog) -> None:  # fmt: skip
         self._wanted = slots
+        self._spare_bytes = spare_bytes
         self._cap_bytes = cap_bytes
         self._pages = pages
         self._log = log
@@ -130,7 +132,7 @@ class SlotPool:
 
     def _allocate(self, plan: Plan, generation: int) -> Arena | None:
         """As many slots as there is room for; a two-chunk ring for streaming if not even one fits."""
-        need = whole_pages(plan.live.nbytes)
+        need = whole_pages(plan.live.nbytes + self._spare_bytes)
         slot_bytes, frozen = need + whole_pages(need // _SLACK), whole_pages(plan.frozen_bytes)
         room = available_bytes()
         room -= room // _RESERVE

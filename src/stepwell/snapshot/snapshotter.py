@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,8 +20,9 @@ from stepwell.arena.memory import FROZEN, Arena
 from stepwell.errors import PersistError
 from stepwell.faults import crash_point
 from stepwell.snapshot.arrange import Arrangement, Arranger
-from stepwell.snapshot.device import CudaPages, DeviceCopier, Strategy, spare_bytes
-from stepwell.snapshot.guard import Copies, Guard, content_digest
+from stepwell.snapshot.choice import Choice
+from stepwell.snapshot.device import CudaPages, DeviceCopier, Strategy
+from stepwell.snapshot.guard import Copies, Guard, Live, content_digest
 from stepwell.snapshot.host import Copier, HostCopy, HostGroup, HostWork, has_non_finite, line_up
 from stepwell.snapshot.inflight import Fill, Inflight
 from stepwell.snapshot.pool import Slot, SlotPool
@@ -29,8 +30,9 @@ from stepwell.snapshot.stream import Answers, stream_image
 from stepwell.state.flatten import Flat
 from stepwell.state.tracked import Tracked
 
-_DEVICE_COPY_SECONDS, _DEVICE_COPY_RATE = 0.002, 2e12
-"""What a copy on the device costs at best: launching it, and bytes a second."""
+if TYPE_CHECKING:
+    from stepwell.codecs.layout import Deltas
+    from stepwell.snapshot.symbols import Record, Symbols
 
 
 class Snapshotter:
@@ -44,27 +46,31 @@ class Snapshotter:
         verify: bool,
         host_memory: int | None,
         slots: int,
+        deltas: Deltas | None = None,
         log: journal.EventLog,
         client: AgentClient,
         on_settled: Callable[[Inflight], None],
     ) -> None:
-        self._wanted = strategy
+        self._choice = Choice(strategy, log)
         self._verify = verify
         self._log = log
         self._client = client
-        self.pool = SlotPool(slots=slots, cap_bytes=host_memory, pages=CudaPages(), log=log)
+        self.symbols: Symbols | None = None
+        if deltas is not None and deltas.device:
+            from stepwell.snapshot.symbols import Symbols
+
+            self.symbols = Symbols(deltas, Arranger(tracked, self._number), log, client.send)
+        spare = 0 if self.symbols is None else self.symbols.spare_bytes
+        self.pool = SlotPool(slots=slots, cap_bytes=host_memory, spare_bytes=spare, pages=CudaPages(), log=log)
         self.answers = Answers()
         self._copies = Copies()
         self._copier = Copier()
         self._device = DeviceCopier()
         self._arranger = Arranger(tracked, self._number)
         self._wants_room = False
-        self._sent_plan = -1
+        self._sent_plans: set[int] = set()
         self._numbers = 0
         self._inflight: Inflight | None = None
-        self._blocking_next = False
-        self._strategy: Strategy | None = None
-        self._waits: dict[str, float] = {}
         self._images: dict[tuple[int, int], torch.Tensor] = {}
         self._on_settled = on_settled
 
@@ -112,6 +118,8 @@ class Snapshotter:
 
     def _let_go(self) -> None:
         self._arranger.let_go()
+        if self.symbols is not None:
+            self.symbols.let_go()
         self._images.clear()
 
     def _image(self, arena: Arena, index: int) -> torch.Tensor:
@@ -146,16 +154,20 @@ class Snapshotter:
             if not self.pool.wait_prepared():
                 raise PersistError("there is no host memory left for a snapshot, not even for a streamed one")
             arrangement = self.prepare(flat)
-        if arrangement.plan.number != self._sent_plan:
-            self._client.send_layout(arrangement.plan.message())
-            self._sent_plan = arrangement.plan.number
+        record = self.symbols.begin(flat, arrangement) if meta["delta"] and self.symbols is not None else None
+        if isinstance(record, str):
+            return record
+        arrangement = arrangement if record is None else record.arrangement
+        if arrangement.plan.number not in self._sent_plans:
+            self._client.send_layout({**arrangement.plan.message(), "is_partial": record is not None})
+            self._sent_plans.add(arrangement.plan.number)
         if self.pool.is_streaming:  # then nothing stays in memory
             return self._take_streamed(flat, arrangement, meta) if meta["durable"] else self.pool.reason
         slot = self._claim(meta, block=block)
         if slot is None:
             return "all slots are still being written: storage does not keep up"
         try:
-            inflight, announce = self._start(flat, arrangement, meta, slot)
+            inflight, announce = self._start(flat, arrangement, meta, slot, record)
         except BaseException:
             self.pool.abandon(slot.sequence)  # or two such errors would leave no slot for ever
             raise
@@ -184,9 +196,12 @@ class Snapshotter:
         return slot
 
     def _start(
-        self, flat: Flat, arrangement: Arrangement, meta: dict[str, Any], slot: Slot
+        self, flat: Flat, arrangement: Arrangement, meta: dict[str, Any], slot: Slot, record: Record | None
     ) -> tuple[Inflight, dict[str, Any]]:
-        """Copy what may change now, line up the rest. Returns the snapshot and what the agent has to know of it."""
+        """Copy what may change now, line up the rest. Returns the snapshot and what the agent has to know of it.
+
+        record:  what is coded on a device; the arrangement is of the leaves beside it
+        """
         arena, plan = self.pool.arena, arrangement.plan
         assert arena is not None
         arena.claim(slot.index)
@@ -207,12 +222,13 @@ class Snapshotter:
             slot=slot.index,
             arena=arena,
             plan=plan,
-            strategy=self._choose(arrangement, meta["step"]),
+            strategy=self._choice.choose(arrangement, meta["step"]) if record is None else "overlap",
             repeat=meta.get("repeat", 0),
             is_durable=meta["durable"],
+            is_symbols=record is not None,
             frozen_sequence=self.pool.frozen_sequence if plan.frozen is not None else 0,
             copies_frozen=copies_frozen,
-            guard=Guard(fixed.watched + rest.watched, fixed.live + rest.live),
+            guard=Guard(*_watched(arrangement, record)),
             fingerprints=self._arranger.fingerprints,
             samples=fixed.samples.take() + rest.samples.take(),
             copies=self._copies.take(flat),
@@ -226,6 +242,7 @@ class Snapshotter:
         begin = {
             "type": "begin",
             **meta,
+            **self._code(inflight, arrangement, record),
             "sequence": slot.sequence,
             "slot": slot.index,
             "generation": arena.shape.generation,
@@ -233,6 +250,15 @@ class Snapshotter:
             "frozen": inflight.frozen_sequence,
         }
         return inflight, begin
+
+    def _code(self, inflight: Inflight, arrangement: Arrangement, record: Record | None) -> dict[str, Any]:
+        """What a device has to code, and what the agent has to know of that."""
+        if record is not None and self.symbols is not None:
+            inflight.jobs.append(self.symbols.start(record, self._image(inflight.arena, inflight.slot)))
+            return {"symbols": record.message()}
+        if self.symbols is not None and inflight.is_durable:
+            return {"coded": self.symbols.offer(arrangement, inflight.sequence, inflight.arena, inflight.slot)}
+        return {}
 
     def _begin_copies(self, inflight: Inflight, arrangement: Arrangement) -> None:
         """Copy what is loose now, and line up the rest for the copying threads and the side streams."""
@@ -277,44 +303,6 @@ class Snapshotter:
             self._on_settled(inflight)
         return inflight
 
-    # -- strategy -----------------------------------------------------------------------------------------------------
-
-    def _choose(self, arrangement: Arrangement, step: int) -> Strategy:
-        """Blocking after a void snapshot; on the device where that is wished for, or measured to wait less."""
-        if self._blocking_next or self._wanted == "blocking":
-            self._blocking_next = False
-            return "blocking"
-        devices = {*arrangement.fixed.device, *arrangement.rest.device}
-        if not devices or self._wanted == "overlap":
-            return "overlap"
-        wanted: Strategy = "overlap"
-        if self._wanted == "device":
-            wanted = "device"
-        elif self._waits.get("overlap", 0.0) > self._waits.get("device", self._least_wait(arrangement)):
-            wanted = "device"  # the gate was seen to wait; cloning on the device is tried, then the lesser wait stays
-        if wanted == "device":
-            for device in devices:
-                need = arrangement.device_bytes(device)
-                spare = spare_bytes(device)
-                if need > spare:
-                    reason = f"{need} bytes on {device} do not fit into the {max(0, spare)} that are spare"
-                    self._switch("overlap", step, reason)
-                    return "overlap"
-            self._switch("device", step, "asked for" if self._wanted == "device" else "waits less at the gate")
-        else:
-            self._switch("overlap", step, "waits less at the gate" if self._waits else "nothing is measured yet")
-        return wanted
-
-    def _least_wait(self, arrangement: Arrangement) -> float:
-        """A wait at the gate that copying on the device could hardly undercut, before that was ever tried."""
-        devices = {*arrangement.fixed.device, *arrangement.rest.device}
-        return _DEVICE_COPY_SECONDS + max(arrangement.device_bytes(device) for device in devices) / _DEVICE_COPY_RATE
-
-    def _switch(self, strategy: Strategy, step: int, reason: str) -> None:
-        if strategy != self._strategy:
-            self._strategy = strategy
-            self._log.emit(events.Strategy(step=step, strategy=strategy, reason=reason))
-
     # -- the gate -----------------------------------------------------------------------------------------------------
 
     def gate(self) -> float:
@@ -328,20 +316,17 @@ class Snapshotter:
             if waited > 0.0005:
                 self._log.emit(events.Stall(step=inflight.step, seconds=waited))
             if inflight.done.is_set():
-                self._measure(inflight)
+                self._choice.measure(inflight)
                 self._inflight = None
         crash_point("gate.passed")
         return waited
 
-    def _measure(self, inflight: Inflight) -> None:
-        known = [wait for wait in inflight.waits() if wait is not None]
-        if known:
-            self._waits[inflight.strategy] = max(known)
-
     def _settle(self, inflight: Inflight) -> None:
         """On the copier thread, when a snapshot is complete or void."""
         if inflight.void is not None:
-            self._blocking_next = True
+            self._choice.is_blocking_next = True
+            if inflight.is_symbols and self.symbols is not None:
+                self.symbols.stop()
             self._arranger.distrust(inflight.changed_frozen)
             if inflight.copies_frozen:
                 self.pool.frozen_sequence = 0
@@ -397,3 +382,10 @@ class Snapshotter:
 def _position(copy: HostCopy | HostGroup) -> int:
     """In the order of the image, so that writing can follow; the frozen image last."""
     return copy.start if copy.start is not None else 1 << 62
+
+
+def _watched(arrangement: Arrangement, record: Record | None) -> tuple[list[str], list[Live]]:
+    """What must not change before the gate: names, and the ways to the live tensors."""
+    fixed, rest = arrangement.fixed, arrangement.rest
+    names, live = fixed.watched + rest.watched, fixed.live + rest.live
+    return (names, live) if record is None else (names + record.names, live + record.live)

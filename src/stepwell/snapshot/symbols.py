@@ -1,0 +1,295 @@
+"""Parameters that are coded where they are: of a step, symbols and the leaves beside them go into a slot.
+
+Owns:    which part of the state that is, the coder, and the base that its records are against.
+Before:  the agent has begun a chain, and the slot of its base is kept (`on_rebased`).   After: the agent appends the
+         record (`codecs.given`).
+Holds:   each record goes on from the one before, so none is left out: a slot is claimed before anything is coded, and
+         after a record that came to nothing there are none until the next base. The training thread never waits for
+         tables, copies or the disk, and its stream only for the passes over the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
+
+import torch
+
+from stepwell import journal
+from stepwell.arena.memory import Arena, whole_pages
+from stepwell.codecs import events, given
+from stepwell.codecs.coder import Given
+from stepwell.codecs.layout import Deltas, Leaf, Part, arrange
+from stepwell.errors import RoomError
+from stepwell.snapshot.arrange import Arrangement, Arranger
+from stepwell.snapshot.guard import Live
+from stepwell.snapshot.plan import Plan
+from stepwell.state.flatten import Flat
+
+SPARE_BYTES: Final = 1 << 20
+"""What a slot has to have beyond the state: tables and facts of a record, each on pages of their own."""
+_MOST_OFFERED: Final = 8
+
+
+class Coder(Protocol):
+    """What `codecs.device` makes."""
+
+    @property
+    def packed_nbytes(self) -> int: ...
+
+    def begin(self, values: Sequence[torch.Tensor]) -> None: ...
+
+    def encode(self, tensors: Sequence[torch.Tensor], *, room: torch.Tensor) -> None: ...
+
+    def guard(self) -> None: ...
+
+    def finish(self) -> Given: ...
+
+
+def can_code(device: torch.device) -> bool:
+    """Whether there are kernels for it; by Triton's interpreter they run on the host too."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def make_coder(part: Part, device: torch.device) -> Coder:
+    """Raises RoomError, or ImportError where there is no Triton."""
+    from stepwell.codecs.device import DeviceCoder
+
+    return DeviceCoder.make(part, device)
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A snapshot that may be, or is, the base of a chain: where it lies, and its name, once that is known."""
+
+    sequence: int
+    plan: Plan
+    arena: Arena
+    slot: int
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class _Coded:
+    """What is coded on a device: the part with this number of the states of one plan."""
+
+    plan: Plan
+    part: Part
+    number: int
+    device: torch.device
+    coder: Coder
+    beside: frozenset[str]
+    """Names of the leaves that go into a slot as they are."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step, on its way. arrangement: of the leaves beside. names, live, tensors: of those that are coded."""
+
+    arrangement: Arrangement
+    names: list[str]
+    live: list[Live]
+    tensors: list[torch.Tensor]
+    base: _Base
+    coded: _Coded
+
+    def message(self) -> dict[str, Any]:
+        """Where the agent finds what."""
+        start, nbytes = whole_pages(self.arrangement.plan.live.nbytes), self.coded.coder.packed_nbytes
+        facts = start + whole_pages(nbytes)
+        return {"base": self.base.name, "part": self.coded.number, "start": start, "nbytes": nbytes, "facts": facts}
+
+
+class Symbols:
+    """For one run. `arranger`: one of its own, for the leaves beside."""
+
+    def __init__(self, deltas: Deltas, arranger: Arranger, log: journal.EventLog,
+                 say: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
+        self._deltas, self._arranger, self._log, self._say = deltas, arranger, log, say
+        self.spare_bytes = SPARE_BYTES
+        self._coded: _Coded | None = None
+        self._looked = -1
+        self._offered: dict[int, _Base] = {}
+        self._base: _Base | None = None
+        self._is_fresh = False
+        self._lock = threading.Lock()
+        self.on_due: Callable[[], None] = lambda: None
+        """Told when only a new base helps."""
+
+    # -- bases --------------------------------------------------------------------------------------------------------
+
+    def offer(self, arrangement: Arrangement, sequence: int, arena: Arena, slot: int) -> list[int]:
+        """A snapshot of the whole state that may become a base. Returns the parts that records will have coded."""
+        if self._looked != arrangement.plan.number:
+            self._looked, self._coded = arrangement.plan.number, None
+            self._coded = self._find(arrangement)
+        if self._coded is None:
+            return []
+        with self._lock:
+            self._offered[sequence] = _Base(sequence, arrangement.plan, arena, slot)
+            for old in sorted(self._offered)[:-_MOST_OFFERED]:
+                del self._offered[old]
+        return [self._coded.number]
+
+    def _find(self, arrangement: Arrangement) -> _Coded | None:
+        """What can be coded on a device, with room there for it; None, and an event, if it is left to the host."""
+        plan, deltas = arrangement.plan, self._deltas
+        leaves = [Leaf(entry.name, entry.dtype, entry.shape, entry.role) for entry in plan.entries if not entry.file]
+        parts = arrange(leaves, deltas)
+        number = next((n for n, part in enumerate(parts) if part.spec == deltas.parameters and part.spec.is_delta), -1)
+        names = [slot.leaf.name for slot in parts[number].slots] if number >= 0 else []
+        late = {source.name: source.tensor for source in arrangement.late() if source.tensor.is_contiguous()}
+        devices = {late[name].device for name in names if name in late}
+        reason = "there is nothing to quantise"
+        if names and not all(name in late for name in names):
+            reason = f"{next(n for n in names if n not in late)} may change at any time, is small, or has gaps"
+        elif names and (len(devices) > 1 or not can_code(next(iter(devices)))):
+            reason = f"the parameters are on {', '.join(sorted(map(str, devices)))}"
+        elif names:
+            held = {slot.leaf.name for part in parts if part.is_held for slot in part.slots}
+            beside = frozenset(leaf.name for leaf in leaves) - held - set(names)
+            device = devices.pop()
+            try:
+                coded = _Coded(plan, parts[number], number, device, make_coder(parts[number], device), beside)
+                self._log.emit(events.Coding(where=str(device), reason="asked for"))
+                return coded
+            except (RoomError, ImportError, RuntimeError) as error:
+                reason = str(error)
+        self._log.emit(events.Coding(where="host", reason=reason))
+        return None
+
+    def on_rebased(self, sequence: int, name: str) -> None:
+        """The agent has begun a chain of this base, and keeps its slot until it is told that it was read."""
+        with self._lock:
+            base = self._offered.get(sequence)
+            self._offered = {number: base for number, base in self._offered.items() if number > sequence}
+            if base is not None:
+                self._base, self._is_fresh = replace(base, name=name), True
+
+    def on_over(self, name: str | None = None) -> None:
+        """There is no chain of this base any more; None: of any."""
+        with self._lock:
+            if name is None or (self._base is not None and self._base.name == name):
+                self._base = None
+
+    def stop(self) -> None:
+        """A record came to nothing: those that would follow have nothing to go on from."""
+        self.on_over()
+        self.on_due()
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def begin(self, flat: Flat, arrangement: Arrangement) -> Record | str | None:
+        """At the trigger: what this step's record is made of, or why there is none. None: the host codes."""
+        if self._coded is None:
+            return None if self._looked >= 0 else "there is no base yet"
+        coded, base = self._coded, self._base
+        if base is None:
+            return "there is no base yet"
+        if arrangement.plan is not base.plan or coded.plan is not base.plan:
+            self.stop()
+            return "the leaves have changed: a new base is due"
+        kept = [leaf for leaf in flat.leaves if leaf.name in coded.beside]
+        count = sum(leaf.name in coded.beside for leaf in flat.leaves[: flat.fixed_count])
+        beside = self._arranger.arrange(replace(flat, leaves=kept, fixed_count=count))
+        names, programs = [slot.leaf.name for slot in coded.part.slots], (arrangement.fixed, arrangement.rest)
+        tensors = {source.name: source.tensor for source in arrangement.late()}
+        live = {name: way for each in programs for name, way in zip(each.watched, each.live, strict=True)}
+        return Record(beside, names, [live[name] for name in names], [tensors[name] for name in names], base, coded)
+
+    def start(self, record: Record, image: torch.Tensor) -> SymbolsJob:
+        """A slot is there: code into it, from the copier thread on."""
+        with self._lock:
+            is_fresh = self._is_fresh and self._base is record.base
+            self._is_fresh = self._is_fresh and not is_fresh
+        base = record.base
+        values = [_floats(base.plan.view(base.arena, base.slot, name)) for name in record.names] if is_fresh else None
+        return SymbolsJob(record, image, values, lambda: self._say({"type": "taken", "sequence": base.sequence}))
+
+    def let_go(self) -> None:
+        """The arena goes: forget what was prepared for it, and bases in it."""
+        self._arranger.let_go()
+        self.on_over()
+
+
+@dataclass
+class SymbolsJob:
+    """The symbols of one snapshot; used like the copies of a device. values: of a new base, to begin with."""
+
+    record: Record
+    image: torch.Tensor
+    values: list[torch.Tensor] | None
+    taken: Callable[[], None]
+    ready: torch.cuda.Event | None = None
+    issued: threading.Event = field(default_factory=threading.Event)
+    waits: list[torch.cuda.Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        device = self.record.coded.device
+        if device.type == "cuda":
+            self.ready = torch.cuda.Event()
+            self.ready.record(torch.cuda.current_stream(device))
+
+    @contextlib.contextmanager
+    def _after_trigger(self) -> Iterator[None]:
+        """Work that waits for what was queued before the trigger, and for nothing after it."""
+        if self.ready is None:
+            yield
+            return
+        device = self.record.coded.device
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            stream.wait_event(self.ready)
+            yield
+
+    def issue(self) -> None:
+        """Line the passes up. Called once, by the copier thread, which waits where tables are made."""
+        about, coder = self.record.message(), self.record.coded.coder
+        try:
+            with self._after_trigger():
+                if self.values is not None:
+                    coder.begin(self.values)
+                coder.encode(self.record.tensors, room=self.image[about["start"] : about["start"] + about["nbytes"]])
+        finally:
+            self.issued.set()
+
+    def gate(self) -> None:
+        """Let the compute stream wait for the passes, on the device."""
+        self.issued.wait()
+        if self.ready is None or self.waits:
+            return
+        stream = torch.cuda.current_stream(self.record.coded.device)
+        self.waits = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self.waits[0].record(stream)
+        self.record.coded.coder.guard()
+        self.waits[1].record(stream)
+
+    def stop(self) -> None:
+        """The snapshot is lost: nobody waits for it."""
+        self.issued.set()
+
+    def waited_seconds(self) -> float | None:
+        """How long the compute stream stood at the gate; None if that is not known (yet)."""
+        if not self.waits or not self.waits[1].query():
+            return None
+        return float(self.waits[0].elapsed_time(self.waits[1])) / 1000
+
+    def finish(self, on_copied: Callable[[int], None]) -> list[str]:
+        """Wait for the symbols, and put down what goes with them."""
+        data = given.dump(self.record.coded.coder.finish())
+        if self.values is not None:
+            self.taken()
+            self.values = None
+        start = self.record.message()["facts"]
+        if start + len(data) > self.image.numel():
+            raise RoomError(f"a slot has no room for {len(data)} bytes beside the symbols", found=len(data))
+        self.image[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return []
+
+
+def _floats(line: torch.Tensor) -> torch.Tensor:
+    return line.view(torch.float32)

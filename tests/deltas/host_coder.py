@@ -1,0 +1,74 @@
+"""Stands for `codecs.device` where there is neither a GPU nor Triton: the host's own coder behind the same calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from stepwell.codecs.coder import Given
+from stepwell.codecs.given import _kinds
+from stepwell.codecs.groups import AGAIN, FRESH, group_nbytes
+from stepwell.codecs.image import Image
+from stepwell.codecs.layout import Part, as_bytes
+from stepwell.codecs.parts import Memory, make_symbols
+from stepwell.codecs.signature import part_digest, signature
+from stepwell.codecs.tables import stored_bits
+from stepwell.snapshot import symbols
+
+
+class HostCoder:
+    def __init__(self, part: Part, device: torch.device) -> None:
+        self.part, self.image, self.memory = part, Image([part]), Memory()
+        self.bits = stored_bits(part.spec)
+        self.packed_nbytes = group_nbytes(part.slots, self.bits)
+        self.bases = 0
+        self.is_pending = False
+        self.may_finish = threading.Event()
+        self.may_finish.set()
+
+    def begin(self, values: Sequence[torch.Tensor]) -> None:
+        self.image.fill([[value.numpy().reshape(-1) for value in values]])
+        self.memory = Memory()
+        self.bases += 1
+
+    def encode(self, tensors: Sequence[torch.Tensor], *, room: torch.Tensor) -> None:
+        values = [tensor.detach().numpy().reshape(-1) for tensor in tensors]
+        self.coded = make_symbols(self.part, values, self.image.arrays[0], self.memory, reuse=True)
+        self.is_pending = True
+        lines, position, out = iter(self.coded.packed), 0, room.numpy()
+        out[:] = 0xEE  # of what is not used
+        for kind, slots in zip(_kinds(self.coded.heads), self.part.groups(), strict=True):
+            nbytes = group_nbytes(slots, self.bits)
+            if kind in (FRESH, AGAIN):
+                out[position : position + nbytes] = next(lines)
+            position += nbytes
+
+    def guard(self) -> None:
+        raise AssertionError("there is no stream to hold")
+
+    def finish(self) -> Given:
+        self.may_finish.wait()
+        self.is_pending = False
+        array = self.image.arrays[0]
+        return Given(self.coded, part_digest(array.nbytes, signature(as_bytes(array))), 1.0, 100.0)
+
+
+def use_host_coder(monkeypatch: pytest.MonkeyPatch) -> list[HostCoder]:
+    """From here on parameters on the CPU are taken for such on a device. Returns the coders that are made."""
+    made: list[HostCoder] = []
+
+    def make(part: Part, device: torch.device) -> HostCoder:
+        made.append(HostCoder(part, device))
+        return made[-1]
+
+    monkeypatch.setattr(symbols, "can_code", lambda device: True)
+    monkeypatch.setattr(symbols, "make_coder", make)
+    return made
+
+
+def readers_state(coder: HostCoder) -> dict[str, np.ndarray]:
+    return {name: value.copy() for name, value in coder.image.leaves().items()}

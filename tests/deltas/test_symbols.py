@@ -1,0 +1,209 @@
+"""Parameters that the trainer codes: every step is in a record, restores lead to the coder's own bits, and what goes
+wrong costs the chain and nothing else. The coder stands for one on a GPU (`host_coder`; `tests/gpu` has the real one).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stepwell
+from stepwell.chains import find_chains
+from stepwell.errors import RoomError
+from stepwell.snapshot import symbols
+from stepwell.store.paths import RunPaths
+from stepwell.store.progress import read_progress
+from tests.crash.harness import wait_for
+from tests.deltas.coded_trainer import HELD
+from tests.deltas.host_coder import HostCoder, readers_state, use_host_coder
+from tests.deltas.walk import State, Wide, base_step, crashed, state_of, train, train_into_another_chain
+from tests.levels.peer_node import until
+
+
+@pytest.fixture
+def coders(monkeypatch: pytest.MonkeyPatch) -> list[HostCoder]:
+    return use_host_coder(monkeypatch)
+
+
+@pytest.fixture
+def run(run_dir: Path, coders: list[HostCoder]) -> Iterator[Wide]:
+    found = coded(run_dir)
+    yield found
+    found.ckpt.close(save=False)
+
+
+def coded(where: Path, deltas: stepwell.Deltas = HELD, **options: Any) -> Wide:
+    return Wide(where, {"deltas": deltas, "policy": stepwell.Never(), **options})
+
+
+def train_chained(run: Wide, steps: int) -> dict[int, State]:
+    """So many steps after the first record. Returns the state after every step."""
+    truth = train(run, 3)  # which saves the first of them, until there is a record
+    until(lambda: truth.update(train(run, 3)) or run.events("delta"))
+    return truth | train(run, steps, is_chained=True)
+
+
+def test_records_lead_to_the_bits_of_the_coder(run: Wide, coders: list[HostCoder], tmp_path: Path) -> None:
+    """And everything else of a record is exact, but for the moments, which are those of the base."""
+    known: dict[int, dict[str, np.ndarray]] = {}
+    truth = train_chained(run, 1)
+    truth |= train(run, 12, lambda step: known.update({step: readers_state(coders[0])}), is_chained=True)
+    left = crashed(run, tmp_path / "left")
+    again = coded(left)
+    assert again.ckpt.restore(prefer="newest")
+    step, found = again.ckpt.status().step, state_of(again)
+    assert step == max(truth) and [event["where"] for event in run.events("coding")] == ["cpu"]
+    assert len(coders) == 1
+    assert all(event["nbytes"] < 60_000 for event in run.events("snapshot")[-3:]), "without the parameters"
+    for name, values in known[step].items():
+        assert found[name].numpy().tobytes() == values.tobytes(), name
+    base = truth[base_step(run.events("delta")[-1])]
+    for name in set(found) - set(known[step]):
+        expected = base if "exp_avg" in name else truth[step]
+        assert torch.equal(found[name], expected[name]), name
+    again.ckpt.close(save=False)
+
+
+@pytest.mark.parametrize("bits", [3, 2])
+def test_moments_may_be_coded_by_the_agent(bits: int, run_dir: Path, coders: list[HostCoder], tmp_path: Path) -> None:
+    deltas = stepwell.Deltas(device=True, parameters=stepwell.LC(bits=bits))
+    run = coded(run_dir, deltas)
+    truth = train_chained(run, 10)
+    again = coded(crashed(run, tmp_path / "left"), deltas)
+    assert again.ckpt.restore(prefer="newest") and again.ckpt.status().step == max(truth)
+    moment = next(name for name in truth[max(truth)] if name.endswith("exp_avg_sq"))
+    assert torch.allclose(state_of(again)[moment], truth[max(truth)][moment], rtol=0.1)
+    for each in (run, again):
+        each.ckpt.close(save=False)
+
+
+def test_a_new_base_is_read_from_its_slot(run: Wide, coders: list[HostCoder], tmp_path: Path) -> None:
+    """Records go on against the old one until the agent has begun the next chain."""
+    train_chained(run, 6)
+    before = coders[0].bases
+    run.ckpt.save().upload_completion.result(60)
+    truth = train(run, 20, is_chained=True)
+    chains = find_chains(RunPaths(run.where))
+    assert coders[0].bases == before + 1 and len(chains) == 2 and all(chain.records for chain in chains)
+    assert not run.events("chain-ended")
+    again = coded(crashed(run, tmp_path / "left"))
+    assert again.ckpt.restore(prefer="newest") and again.ckpt.status().step == max(truth)
+    again.ckpt.close(save=False)
+
+
+def test_a_dead_agent_costs_the_chain(run: Wide, coders: list[HostCoder], tmp_path: Path) -> None:
+    train_chained(run, 6)
+    os.kill(run.ckpt.status().agent_pid, signal.SIGKILL)
+    until(lambda: run.events("agent-death"))
+    count = len(run.events("delta"))
+    until(lambda: train(run, 3) and len(run.events("delta")) > count)
+    truth = train(run, 3, is_chained=True)
+    again = coded(crashed(run, tmp_path / "left"))
+    assert again.ckpt.restore(prefer="newest") and again.ckpt.status().step == max(truth)
+    again.ckpt.close(save=False)
+
+
+def test_a_change_before_the_gate_voids_the_record_and_asks_for_a_base(run: Wide, coders: list[HostCoder]) -> None:
+    """The coder has moved on: nothing may follow on what is not in the chain."""
+    train_chained(run, 6)
+    before = run.events("delta")[-1]["step"]
+
+    def spoil(*_: object) -> None:
+        if run.ckpt.status().step == now:
+            return  # nothing is on its way
+        until(lambda: coders[0].is_pending)
+        handle.remove()
+        with torch.no_grad():
+            run.model[2].weight.add_(1)
+        coders[0].may_finish.set()
+
+    coders[0].may_finish.clear()  # the symbols are still on their way
+    now, bases = run.ckpt.status().step, coders[0].bases
+    handle = run.model[2].register_forward_pre_hook(spoil)
+    until(lambda: train(run, 2) and any(event["step"] > now + 6 for event in run.events("delta")))
+    voids = [event["step"] for event in run.events("snapshot-void")]
+    assert len(voids) == 1 and voids[0] > before
+    after = {event["base"] for event in run.events("delta") if event["step"] > voids[0]}
+    assert len(after) == 1 and coders[0].bases == bases + 1
+
+
+def test_other_leaves_need_another_base(run: Wide, coders: list[HostCoder], tmp_path: Path) -> None:
+    train_chained(run, 6)
+    run.optimizer.add_param_group({"params": [extra := torch.nn.Parameter(torch.ones(1500))]})
+    run.model.register_parameter("extra", extra)
+    extra.grad = torch.ones(1500)
+    train_into_another_chain(run, is_told=False)
+    assert len(coders) == 2 and "model/extra" in readers_state(coders[1])
+
+
+def test_values_that_cannot_be_coded_end_the_chain(run: Wide, coders: list[HostCoder], tmp_path: Path) -> None:
+    truth = train_chained(run, 6)
+    with torch.no_grad():
+        run.model[2].weight[0, 0] = float("nan")
+    train(run, 2, is_chained=True)
+    until(lambda: run.events("chain-ended"))
+    assert "non-finite" in run.events("chain-ended")[0]["reason"]
+    again = coded(crashed(run, tmp_path / "left"))
+    assert again.ckpt.restore(prefer="newest") and again.ckpt.status().step == max(truth)
+    again.ckpt.close(save=False)
+
+
+@pytest.mark.parametrize("why", ["room", "place"])
+def test_without_a_device_the_host_codes(
+    why: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And says so."""
+    if why == "room":
+        use_host_coder(monkeypatch)
+
+        def refuse(*_: object) -> None:
+            raise RoomError("the device has no memory for a copy of 4 bytes")
+
+        monkeypatch.setattr(symbols, "make_coder", refuse)
+    run = coded(run_dir)
+    train_chained(run, 10)
+    assert run.events("coding")[0]["where"] == "host"
+    assert ("no memory" if why == "room" else "on cpu") in run.events("coding")[0]["reason"]
+    again = coded(crashed(run, tmp_path / "left"))
+    told = again.events("delta")[-1]["step"]
+    assert again.ckpt.restore(prefer="newest") and again.ckpt.status().step >= told > 2
+    for each in (run, again):
+        each.ckpt.close(save=False)
+
+
+@pytest.mark.parametrize("with_agent", [False, True], ids=["trainer", "both"])
+def test_a_kill_loses_at_most_what_was_on_its_way(with_agent: bool, run_dir: Path, coders: list[HostCoder]) -> None:
+    """The agent of a dead trainer appends what lies whole in memory, and offers none of it as a state."""
+    command = [sys.executable, "-m", "tests.deltas.coded_trainer", str(run_dir)]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2]) as trainer:
+        paths, log = RunPaths(run_dir), run_dir / "events.jsonl"
+        try:
+            wait_for(lambda: len(told(log, "delta")) > 20, "records")
+            agent = told(log, "start")[0]["agent_pid"]
+            if with_agent:
+                os.kill(agent, signal.SIGKILL)
+        finally:
+            trainer.kill()
+    done = read_progress(paths.progress)
+    again = coded(run_dir)
+    assert again.ckpt.restore(prefer="newest") and done is not None
+    found = told(log, "restore")[0]
+    assert found["source"] == "chain" and again.ckpt.status().step >= done.step - 2
+    train(again, 3)
+    again.ckpt.close(save=False)
+    until(lambda: not Path(f"/proc/{agent}").exists())
+
+
+def told(log: Path, kind: str) -> list[dict[str, Any]]:
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [event for event in map(json.loads, filter(lambda line: line.endswith("}"), lines)) if event["kind"] == kind]

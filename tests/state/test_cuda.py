@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,21 @@ import pytest
 import torch
 
 import stepwell
+from stepwell.journal import read_events
 from tests.state import zoo
 from tests.state.same import difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")]
+
+RESTORE = """
+import sys, torch
+import stepwell
+print("cuda:", torch.cuda.is_available())
+found = {}
+with stepwell.Checkpointer(sys.argv[1], policy=stepwell.Never(), values=found) as ckpt:
+    assert ckpt.restore()
+print("w:", found["w"].device, found["w"].tolist())
+"""
 
 
 def on_device(value: Any) -> Any:
@@ -57,16 +71,16 @@ def test_every_tensor_comes_back_to_the_device(run_dir: Path, snapshot: str) -> 
     assert found["tied"][0] is found["tied"][1]
 
 
-def test_what_was_saved_on_the_device_restores_where_there_is_none(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_saved_on_the_device_restores_where_there_is_none(run_dir: Path) -> None:
     with stepwell.Checkpointer(
         run_dir, policy=stepwell.Never(), values={"w": torch.arange(3.0, device="cuda")}
     ) as ckpt:
         ckpt.step()
         ckpt.save().wait(60)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found: dict[str, Any] = {}
-    with stepwell.Checkpointer(run_dir, policy=stepwell.Never(), values=found) as ckpt:
-        assert ckpt.restore()
-    assert found["w"].device.type == "cpu" and found["w"].tolist() == [0, 1, 2]
+    command = [sys.executable, "-c", RESTORE, str(run_dir)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # this process has CUDA for good
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines() == ["cuda: False", "w: cpu [0.0, 1.0, 2.0]"]
+    told = [event["problems"] for event in read_events(run_dir / "events.jsonl") if event["kind"] == "mismatch"]
+    assert told == [[f"CUDA generators: saved {torch.cuda.device_count()}, here are 0"]]

@@ -155,6 +155,21 @@ def test_a_state_that_no_generator_takes_is_damage(change: dict[str, Any]) -> No
     assert draws() == expected, "checking must not set anything"
 
 
+@pytest.mark.parametrize(("is_available", "counted", "here"), [(False, 1, 0), (True, 1, 1), (True, 2, 2)])
+def test_generators_of_devices_that_are_not_here_are_told(
+    monkeypatch: pytest.MonkeyPatch, is_available: bool, counted: int, here: int
+) -> None:
+    """A driver too old for this torch: no device can be used, NVML counts them all the same."""
+    state = {**rng.capture(), "cuda": [torch.zeros(16, dtype=torch.uint8)] * 2}
+    was_set: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: counted)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda value, index: was_set.append(index))
+    expected = [] if here == 2 else [f"CUDA generators: saved 2, here are {here}"]
+    assert rng.restore(state) == expected
+    assert was_set == list(range(here))
+
+
 def test_a_missing_generator_is_damage() -> None:
     with pytest.raises(DamagedError):
         rng.check({"python": rng.capture()["python"]})

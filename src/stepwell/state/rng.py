@@ -50,11 +50,12 @@ def restore(state: dict[str, Any]) -> list[str]:
 
         numpy.random.set_state(state["numpy"])
     saved = state.get("cuda", [])
-    if torch.cuda.is_available():
-        for index, value in enumerate(saved[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(value.cpu(), index)
-    if len(saved) > (torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        left_out.append(f"CUDA generators: saved {len(saved)}, here are {torch.cuda.device_count()}")
+    # Both are asked: NVML counts the devices of a driver that this torch cannot use.
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index, value in enumerate(saved[:here]):
+        torch.cuda.set_rng_state(value.cpu(), index)
+    if len(saved) > here:
+        left_out.append(f"CUDA generators: saved {len(saved)}, here are {here}")
     return left_out
 
 

@@ -1,8 +1,8 @@
 """(f) A lossy durable checkpoint at every iteration of a real run, what it costs, and what a kill of everything loses.
 
-Rounds of the same training without stepwell, with exact bases alone, and with a record after every step, in turn. Then
-trainer and agent are killed at random iterations, the run goes on from the newest record, and its loss is compared with
-that of the uninterrupted one on the same batches.
+Rounds of the same training without stepwell, with exact bases alone, and with a record after every step (counted from
+the first record on), in turn. Then trainer and agent are killed at random iterations, the run goes on from the newest
+record, and its loss is compared with that of the uninterrupted one with records, on the same batches.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,34 +45,42 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in lines if event["kind"] == kind]
 
 
-def rounds(count: int, folder: Path, passed: list[str], steps: int, deltas: str, seconds: float) -> dict[str, Any]:
-    """Each arm in turn, so that all meet the same machine."""
+def rounds(folder: Path, passed: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each arm in turn, so that all meet the same machine. Gives all that is known, after each arm."""
+    base = {"base_seconds": options.base_seconds}
     arms = {
-        "plain": {},
-        "bases": {"deltas": "", "base_seconds": seconds},
-        "deltas": {"deltas": deltas, "base_seconds": seconds},
+        "plain": {"steps": options.plain_steps or options.steps},
+        "bases": {"steps": options.plain_steps or options.steps, "deltas": "", **base},
+        "deltas": {"steps": options.steps, "deltas": options.deltas, **base},
     }
     times: dict[str, list[float]] = {name: [] for name in arms}
     facts: list[dict[str, Any]] = []
-    for number in range(count):
-        for name, options in arms.items():
+    truth: list[list[float]] = []
+    for number in range(options.rounds):
+        for name, given in arms.items():
             wait_while_quiet()
             run, log = folder / f"{name}.{number}", folder / f"{name}.{number}.log"
             place = {} if name == "plain" else {"run": run}
-            subprocess.run(command(log, passed, steps=steps, **place, **options), check=True)
-            times[name].append(statistics.fmean(line[1] for line in read(log)[WARM:]))
+            subprocess.run(command(log, passed, **place, **given), check=True)
+            lines, first = read(log), 0
             if name == "deltas":
-                facts.append(look_at(run, read(log)))
-    return {"times": times, "records": facts}
+                facts.append(look_at(run, lines))
+                first, truth = facts[-1]["first"], truth or [[step, loss] for step, _, loss, _ in lines]
+            times[name].append(statistics.fmean(line[1] for line in lines if line[0] > max(first, WARM)))
+            yield {"rounds": {"times": times, "records": facts}, "truth": truth, "kills": []}
+            shutil.rmtree(run, ignore_errors=True)
 
 
 def look_at(run: Path, lines: list[Line]) -> dict[str, Any]:
+    """From the first record on."""
     records = events(run, "delta")
     first = records[0]["step"] if records else 0
     durable = {event["step"] for event in records} | {event["step"] for event in events(run, "commit")}
     asked = [step for step, *_ in lines if step > first]
-    state = events(run, "snapshot")[0]["nbytes"]
+    state = max(event["nbytes"] for event in events(run, "snapshot"))
+    commits = [event["step"] for event in events(run, "commit")]
     return {
+        "first": first,
         "steps": len(asked),
         "durable": sum(step in durable for step in asked),
         "behind": statistics.fmean(step - reached for step, _, _, reached in lines if step > first),
@@ -77,46 +88,60 @@ def look_at(run: Path, lines: list[Line]) -> dict[str, Any]:
         "state": state,
         "seconds": statistics.fmean(event["seconds"] for event in records),
         "error": statistics.fmean(event["error"] for event in records[16:] or records),
-        "bases": len(events(run, "commit")),
+        "bases": len(commits),
+        "base_steps": commits,
+        "skipped": dict(Counter(e["reason"] for e in events(run, "delta-skipped") if e["step"] > first)),
+        "ended": [event["reason"] for event in events(run, "chain-ended")],
+        "milliseconds": [round(1000 * seconds, 2) for _, seconds, *_ in lines],
     }
 
 
-def kill(number: int, folder: Path, passed: list[str], steps: int, deltas: str, truth: dict[int, float]) -> dict:
+def kill(number: int, folder: Path, passed: list[str], options: argparse.Namespace, truth: dict[int, float]) -> dict:
     """Everything dies at a random iteration; the run goes on from the newest record to the end."""
     run, log = folder / f"kill.{number}", folder / f"kill.{number}.log"
-    given = {"run": run, "deltas": deltas, "base_seconds": 0, "steps": steps}
-    process = subprocess.Popen(command(log, passed, **given), start_new_session=True)
-    at = random.Random(number).randint(steps // 4, steps // 2)
-    while not log.exists() or not (lines := read(log)) or lines[-1][0] < at or not lines[-1][3]:
-        time.sleep(0.01)  # until then, and until something is durable
+    given = {"run": run, "deltas": options.deltas, "base_seconds": 0}
+    process = subprocess.Popen(command(log, [*passed, "--sync"], steps=10**6, **given), start_new_session=True)
+    more = random.Random(number).randint(options.steps // 8, options.steps // 4)
+    while not log.exists() or not (lines := read(log)) or not (found := records(run)) or lines[-1][0] < found[0] + more:
+        time.sleep(0.05)
         assert process.poll() is None
     agent = events(run, "start")[0]["agent_pid"]
     os.kill(agent, signal.SIGKILL)
     process.kill()
     process.wait()
-    done = read(log)[-1][0]
-    subprocess.run(command(folder / f"again.{number}.log", passed, prefer="newest", **given), check=True)
-    after = read(folder / f"again.{number}.log")
-    restored = events(run, "restore")[0]
+    done, started = read(log)[-1][0], time.monotonic()
+    again = folder / f"again.{number}.log"
+    steps = done + options.after
+    subprocess.run(command(again, [*passed, "--sync"], prefer="newest", steps=steps, **given), check=True)
+    after, restored = read(again), events(run, "restore")[0]
     differences = {step: loss - truth[step] for step, _, loss, _ in after if step in truth}
+    shutil.rmtree(run, ignore_errors=True)
     return {
         "killed": done,
         "restored": restored["step"],
         "source": restored["source"],
+        "restore": restored.get("seconds"),
         "lost": done - restored["step"],
         "first": differences[min(differences)],
         "last": statistics.fmean(list(differences.values())[-10:]),
+        "seconds": time.monotonic() - started,
         "losses": [[step, loss] for step, _, loss, _ in after],
     }
+
+
+def records(run: Path) -> list[int]:
+    """Steps of the records so far."""
+    return [event["step"] for event in events(run, "delta")] if (run / "events.jsonl").exists() else []
 
 
 def table(found: dict[str, Any]) -> str:
     times = found["rounds"]["times"]
     plain = statistics.fmean(times["plain"])
     lines = [
-        [name, f"{1000 * statistics.fmean(each):.1f}", f"{100 * (statistics.fmean(each) / plain - 1):+.1f} %",
+        [name, f"{1000 * statistics.fmean(each):.1f}", f"{100 * (statistics.fmean(each) / plain - 1):+.2f} %",
          " ".join(f"{1000 * value:.1f}" for value in each)]
         for name, each in times.items()
+        if each
     ]  # fmt: skip
     text = rows(["arm", "ms an iteration", "against plain", "rounds"], lines)
     records = found["rounds"]["records"]
@@ -128,11 +153,12 @@ def table(found: dict[str, Any]) -> str:
             for n, r in enumerate(records)
         ],
     )  # fmt: skip
-    heads = ["killed after", "restored", "from", "steps lost", "loss against truth, first step", "mean of the last 10"]
+    heads = ["killed after", "restored", "from", "steps lost", "restore s", "loss against truth, first step",
+             "mean of the last 10"]  # fmt: skip
     return text + "\n" + rows(
         heads,
         [
-            [k["killed"], k["restored"], k["source"], k["lost"], f"{k['first']:+.4f}", f"{k['last']:+.4f}"]
+            [k["killed"], k["restored"], k["source"], k["lost"], f"{k['restore']:.1f}", f"{k['first']:+.4f}", f"{k['last']:+.4f}"]
             for k in found["kills"]
         ],
     )  # fmt: skip
@@ -145,18 +171,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--plain-steps", type=int, default=0, help="of the arms without records, unless as many")
+    parser.add_argument("--after", type=int, default=30, help="steps after the one that a kill came after")
     parser.add_argument("--base-seconds", type=float, default=20.0)
     parser.add_argument("--deltas", default="lc(bits=3)")
+    parser.add_argument("--scratch", type=Path, default=None, help="where runs are written")
     options, passed = parser.parse_known_args()
-    with tempfile.TemporaryDirectory() as place:
-        folder, given = Path(place), (options.steps, options.deltas)
-        found: dict[str, Any] = {"rounds": rounds(options.rounds, folder, passed, *given, options.base_seconds)}
-        truth_log = folder / "truth.log"  # with stepwell's order of the data, uninterrupted
-        whole = {"run": folder / "truth", "base_seconds": 0, "steps": options.steps}
-        subprocess.run(command(truth_log, passed, **whole), check=True)
-        truth = {step: loss for step, _, loss, _ in read(truth_log)}
-        found["truth"] = [[step, loss] for step, loss in truth.items()]
-        found["kills"] = [kill(number, folder, passed, *given, truth) for number in range(options.kills)]
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=options.scratch) as place:
+        for found in rounds(Path(place), passed, options):
+            store(found, options)
+        for number in range(options.kills):
+            truth = {int(step): loss for step, loss in found["truth"]}
+            found["kills"].append(kill(number, Path(place), passed, options, truth))
+            store(found, options)
+
+
+def store(found: dict[str, Any], options: argparse.Namespace) -> None:
+    """What is known so far."""
 
     def draw(pyplot: Any) -> None:
         pyplot.figure(figsize=(7, 4))
@@ -170,7 +202,7 @@ def main() -> None:
 
     title = "A record after every iteration"
     save(options.name, title, found, table(found), draw, options.out, threads="training uses all of them")
-    print(table(found))
+    print(table(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """One training run of `live.py`: a byte-level transformer on the sources of Python's standard library.
 
-Writes one line for each step: number, seconds, loss, and the newest step that is durable.
+Writes one line for each step: number, seconds, loss, and the newest step that is durable. The host reads a loss when the
+next step is queued, as loops do that do not hold the device up; with `--sync` at once, so that a line means that the
+step is over.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional
+
+EPOCHS = 1000
 
 
 class Block(torch.nn.Module):
@@ -60,7 +64,7 @@ class Text(torch.utils.data.Dataset):
         return len(self.pieces)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return self.pieces[index].long()
+        return self.pieces[index]
 
 
 def main() -> None:
@@ -73,31 +77,47 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     for name, usual in (("width", 256), ("layers", 4), ("length", 128), ("batch", 8)):
         parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--hold", action="store_true", help="records have parameters, coded on the device, no moments")
+    parser.add_argument("--sync", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = Network(options.width, options.layers, options.length).to(options.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    is_cuda = options.device == "cuda"
+    torch.set_float32_matmul_precision("high")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, fused=is_cuda)
     loader = torch.utils.data.DataLoader(Text(options.length), batch_size=options.batch, shuffle=True)
     log = os.open(options.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    ckpt, batches, step = None, iter(loader), 0
+    ckpt, batches, step = None, (batch for _ in range(EPOCHS) for batch in loader), 0
     if options.run:
         ckpt = open_run(options, model, optimizer, loader)
-        step, batches = ckpt.status().step, (batch for _ in ckpt.epochs(1) for batch in ckpt.data)
-    before = time.perf_counter()
+        step, batches = ckpt.status().step, (batch for _ in ckpt.epochs(EPOCHS) for batch in ckpt.data)
+    before, waiting = time.perf_counter(), []
+
+    def note() -> None:
+        nonlocal before
+        number, told = waiting.pop(0)
+        value, now = told.item(), time.perf_counter()
+        reached = 0 if ckpt is None else max(ckpt.status().delta_step or 0, ckpt.status().committed_step or 0)
+        os.write(log, f"{number} {now - before:.6f} {value:.6f} {reached}\n".encode())
+        before = now
+
     for text in batches:
-        text = text.to(options.device)
-        loss = functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        text = text.to(options.device).long()
+        with torch.autocast(options.device, torch.bfloat16, enabled=is_cuda):
+            loss = functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        value, now = loss.item(), time.perf_counter()
         step += 1
-        reached = 0 if ckpt is None else max(ckpt.status().delta_step or 0, ckpt.status().committed_step or 0)
-        os.write(log, f"{step} {now - before:.6f} {value:.6f} {reached}\n".encode())
-        before = now
+        waiting.append((step, loss.detach()))
+        if options.sync or len(waiting) > 1:
+            note()
         if step >= options.steps:
             break
+    while waiting:
+        note()
     if ckpt is not None:
         ckpt.close(save=False)
 
@@ -106,7 +126,9 @@ def open_run(options: argparse.Namespace, model, optimizer, loader):
     import stepwell
     from stepwell.codecs.spec import parse
 
-    deltas = stepwell.Deltas(parameters=parse(options.deltas)) if options.deltas else None
+    held = {"device": True, "first_moments": stepwell.Hold(), "second_moments": stepwell.Hold()}
+    deltas = stepwell.Deltas(parameters=parse(options.deltas or "raw"), **(held if options.hold else {}))
+    deltas = deltas if options.deltas else None
     policy = stepwell.Every(seconds=options.base_seconds) if options.base_seconds else stepwell.Never()
     ckpt = stepwell.Checkpointer(
         options.run, model=model, optimizer=optimizer, data=loader, seed=1, policy=policy, deltas=deltas

@@ -158,7 +158,8 @@ def table(found: dict[str, Any]) -> str:
     return text + "\n" + rows(
         heads,
         [
-            [k["killed"], k["restored"], k["source"], k["lost"], f"{k['restore']:.1f}", f"{k['first']:+.4f}", f"{k['last']:+.4f}"]
+            [k["killed"], k["restored"], k["source"], k["lost"], f"{k['restore']:.1f}", f"{k['first']:+.4f}",
+             f"{k['last']:+.4f}"]
             for k in found["kills"]
         ],
     )  # fmt: skip

@@ -12,32 +12,37 @@ from stepwell.codecs.signature import COLUMNS, FACTOR
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
-    **dict.fromkeys(("tiles", "slots", "counts", "stats", "owners", "places"), "*i64"),
-    **dict.fromkeys(("wanted", "modes", "keys", "low", "high", "powers", "sums"), "*i32"),
-    **dict.fromkeys(("reference", "values", "scales", "found"), "*fp32"),
-    **dict.fromkeys(("part_rows", "count"), "i32"),
+    **dict.fromkeys(("tiles", "slots", "counts", "stats", "owners", "inner", "places"), "*i64"),
+    **dict.fromkeys(("wanted", "ranges", "picks", "rules", "words", "trouble", "powers", "sums"), "*i32"),
+    **dict.fromkeys(("reference", "base"), "*fp32"),
+    **dict.fromkeys(("part_rows", "count", "groups", "number"), "i32"),
     "packed": "*u8",
+    "error": "*fp64",
 }
 
 
-def build(kernel: triton.JITFunction, **constants: int) -> str:
+def build(kernel: triton.JITFunction, options: dict[str, object] = kernels.BUILD, **constants: int) -> str:
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else TYPES[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    text: str = triton.compile(source, target=HOPPER, options=kernels.BUILD).asm["ptx"]
+    text: str = triton.compile(source, target=HOPPER, options=options).asm["ptx"]
     return text
 
 
 def main() -> None:
     for align in (1, 16):
         shape = {"COLUMNS": COLUMNS, "WIDTH": kernels.WIDTH, "ALIGN": align}
-        print(build(kernels.count_keys, **shape))
-        print(build(kernels.find_ranges, **shape))
+        sums = {"MOST": UNCODABLE, "FACTOR": FACTOR, **shape}
+        for most in (0, 3, 7):
+            print(build(kernels.count, MOST=most, **kernels.COUNTED, **shape))
         for kind, bits in ((kernels.LC, 2), (kernels.LC, 4), (kernels.TERNARY, 2), (kernels.UNIFORM, 8)):
-            print(build(kernels.encode, KIND=kind, BITS=bits, FACTOR=FACTOR, **shape))
-        print(build(kernels.settle, MOST=UNCODABLE, FACTOR=FACTOR, **shape))
-    print(build(kernels.gather, WIDTH=kernels.WIDTH))
+            print(build(kernels.encode, kernels.ENCODE_BUILD, KIND=kind, BITS=bits, **sums))
+        print(build(kernels.settle, **sums))
+    for most in (3, 7):
+        print(build(kernels.pick, MOST=most))
+    print(build(kernels.spread))
+    print(build(kernels.compare, WIDTH=kernels.WIDTH))
 
 
 if __name__ == "__main__":

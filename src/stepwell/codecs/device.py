@@ -14,25 +14,24 @@ Holds:   what `finish` gives leads a reader to the bits of the reference here. P
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stepwell.codecs import kernels
 from stepwell.codecs.coder import Given
-from stepwell.codecs.device_tables import UNCODABLE, Choice, Places, Results, Sample, Uploaded, up
-from stepwell.codecs.floats import KEYS
-from stepwell.codecs.groups import AGAIN, EXACT, FRESH, SAME, Coded, Kept
-from stepwell.codecs.histogram import Histogram
+from stepwell.codecs.device_rules import Choices, Rules
+from stepwell.codecs.device_tables import UNCODABLE, Places, Results, Sample
+from stepwell.codecs.groups import AGAIN, EXACT, FRESH, Coded, Kept
 from stepwell.codecs.layout import Part, Slot
 from stepwell.codecs.signature import COLUMNS, FACTOR, part_digest
 from stepwell.codecs.spec import LC, Spec, Ternary, Uniform
-from stepwell.codecs.tables import make_table, stored_bits, wanted_ranges
+from stepwell.codecs.tables import stored_bits
 from stepwell.errors import ConfigError, RoomError, StateError
 
-_NO_MAGNITUDE: Final = 0x7FFFFFFF
 _KINDS: Final = {LC: kernels.LC, Ternary: kernels.TERNARY, Uniform: kernels.UNIFORM}
 
 
@@ -67,8 +66,13 @@ class _Side:
         if self._passed is not None:
             torch.cuda.current_stream(self._device).wait_event(self._passed)
 
+    def catch_up(self) -> None:
+        """Blocks the host until all that is queued here is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def wait(self) -> None:
-        """Blocks the host."""
+        """Blocks the host until the copies are done."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -81,12 +85,14 @@ class DeviceCoder:
         self._skip = part if skip is None else part.for_skip(skip)
         self.reference = torch.empty(part.size, dtype=torch.float32, device=device)
         self._places = {bits: Places(part, bits, device) for bits in map(stored_bits, (part.spec, self._skip.spec))}
-        self._results = Results(len(part.groups()), device)
         self._sample = Sample(part, device)
+        self._results = Results(len(part.groups()), self._sample.count, device)
+        self._rules = Rules(part, device)
         self._known: dict[int, Kept] = {}
-        self._uploaded: Uploaded | None = None
+        self._is_fresh = np.ones(len(part.groups()), np.bool_)
+        self._counts = [slot.leaf.count for slot in part.slots]
         self._used, self._is_skip = self._places[stored_bits(part.spec)], False
-        self._choices: list[Choice] | None = None
+        self._choices: Choices | None = None
         self._sources: list[torch.Tensor] = []
 
     @classmethod
@@ -124,8 +130,8 @@ class DeviceCoder:
 
     def reset(self, values: Sequence[torch.Tensor]) -> None:
         """Readers have these values, those of the base, and no tables: a skip record begins with it."""
-        self._known, self._uploaded = {}, None
-        lines = self.reference.split([slot.leaf.count for slot in self.part.slots])
+        self._known, self._is_fresh[:] = {}, True
+        lines = self.reference.split(self._counts)
         with self._side.passes():
             for line, value in zip(lines, values, strict=True):
                 line.copy_(value.detach().reshape(-1), non_blocking=True)
@@ -142,13 +148,12 @@ class DeviceCoder:
         part = self._skip if is_skip else self.part
         places = self._places[stored_bits(part.spec)]
         self._used, self._is_skip = places, is_skip
-        self._sources = [tensor.detach() for tensor in tensors]  # held until the passes are over
+        self._sources = list(tensors)  # held until the passes are over
+        is_fresh = self._is_fresh if reuse and not is_skip else np.ones_like(self._is_fresh)
         with self._side.passes():
             places.point_at(self._sources)
-            self._choices = self._choose(part, places, reuse and not is_skip)
-            if self._uploaded is None or any(choice.kind != AGAIN for choice in self._choices):
-                self._uploaded = Uploaded(self._choices, places.bits, self._device)
-            self._run(part, places, self._uploaded)
+            self._choices = self._choose(part, places, is_fresh)
+            self._run(part, places)
         with self._side.copies():
             places.download(room)
             self._results.download()
@@ -161,12 +166,15 @@ class DeviceCoder:
         """The record's part. Blocks until the symbols are on the host; they stay there until the next `encode`."""
         assert self._choices is not None, "nothing was encoded"
         self._side.wait()
-        places, coded = self._used, Coded()
+        places, coded, tables = self._used, Coded(), self._choices.tables
         packed, outcomes = places.packed_bytes(), self._results.outcomes()
         known: dict[int, Kept] = {}
-        for number, (choice, outcome) in enumerate(zip(self._choices, outcomes, strict=True)):
+        made = iter(range(len(outcomes)))
+        for number, (kind, outcome) in enumerate(zip(self._choices.kinds.tolist(), outcomes, strict=True)):
             slots, span = places.tiles.groups[number]
-            kind, kept = choice.kind, choice.kept
+            kept = self._known[number] if kind == AGAIN else None
+            if kind == FRESH and tables is not None:
+                kept = Kept(tables.table(next(made)), 0)
             if kept is not None and not outcome.is_sound:
                 kind = EXACT
             elif kept is not None:
@@ -175,80 +183,58 @@ class DeviceCoder:
             coded.add(kind, kept.table if kept else None, packed[span], self._exact(slots) if kind == EXACT else [])
             coded.facts.entries += sum(slot.leaf.count for slot in slots)
         self._known, self._choices, self._sources = {} if self._is_skip else known, None, []
+        self._is_fresh[:] = [n not in self._known or not self._known[n].is_good for n in range(len(outcomes))]
         missing, way = self._results.missing_and_way()
         return Given(coded, part_digest(4 * self.part.size, self._results.signature()), missing, way)
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
-        for slot, tensor in zip(self.part.slots, tensors, strict=True):
-            fits = tensor.dtype == torch.float32 and tensor.numel() == slot.leaf.count and tensor.is_contiguous()
-            if not fits or tensor.device != self._device:
+        kind, place = torch.float32, self._device
+        for number, (tensor, count) in enumerate(zip(tensors, self._counts, strict=True)):
+            if (
+                tensor.dtype is not kind
+                or tensor.numel() != count
+                or not tensor.is_contiguous()
+                or tensor.device != place
+            ):
+                name = self.part.slots[number].leaf.name
                 raise StateError(
-                    f"leaf {slot.leaf.name!r} is no contiguous float32 tensor of {slot.leaf.count} entries on "
-                    f"{self._device}; begin a new base",
-                    leaf=slot.leaf.name,
+                    f"leaf {name!r} is no contiguous float32 tensor of {count} entries on {place}; begin a new base",
+                    leaf=name,
                 )
 
-    def _choose(self, part: Part, places: Places, reuse: bool) -> list[Choice]:
-        """As `parts._code_group`, for all groups at once."""
-        groups = range(len(places.tiles.groups))
-        again = {number for number in groups if reuse and number in self._known and self._known[number].is_good}
-        fresh = self._measure(part, places, [number for number in groups if number not in again])
-        return [Choice(AGAIN, self._known[number]) if number in again else fresh[number] for number in groups]
+    def _choose(self, part: Part, places: Places, is_fresh: NDArray[np.bool_]) -> Choices:
+        """As `parts._code_group`, for all groups at once: the first pass, if a group wants a new table."""
+        if not is_fresh.any():
+            return Choices(np.full(is_fresh.size, AGAIN, np.int32))
 
-    def _measure(self, part: Part, places: Places, numbers: Collection[int]) -> dict[int, Choice]:
-        """The first pass, with tables made of what it finds."""
-        if not numbers:
-            return {}
-        counts = torch.zeros((len(places.tiles.groups), KEYS), dtype=torch.int64, device=self._device)
-        self._launch(kernels.count_keys, places, self._wanted(numbers), self.reference, counts)
-        found = {number: Histogram(line) for number, line in enumerate(counts.cpu().numpy()) if number in numbers}
-        for number, histogram in found.items():
-            entries = sum(slot.leaf.count for slot in places.tiles.groups[number][0])
-            histogram.counts[0] = entries - histogram.counts[1:].sum()  # without the lanes beyond a leaf's end
-        coded = {number: each for number, each in found.items() if each.is_codable and not each.is_empty}
-        if coded and wanted_ranges(part.spec):
-            self._find_ranges(places, coded, wanted_ranges(part.spec))
-        choices = {number: Choice(SAME if each.is_codable else EXACT) for number, each in found.items()}
-        return choices | {n: Choice(FRESH, Kept(make_table(part.spec, each), 0)) for n, each in coded.items()}
+        def count(kernel: Any, wanted: torch.Tensor, **options: Any) -> None:
+            self._launch(kernel, places, wanted, self.reference, **options, **kernels.BUILD)
 
-    def _find_ranges(self, places: Places, found: dict[int, Histogram], most: int) -> None:
-        shape = (len(places.tiles.groups), kernels.MOST_SYMBOLS)
-        keys = np.full(shape, -1, np.int32)
-        for number, histogram in found.items():
-            top = histogram.top(most)
-            keys[number, : len(top)] = top
-        low, high = (torch.full(shape, bits, dtype=torch.int32, device=self._device) for bits in (_NO_MAGNITUDE, 0))
-        wanted = self._wanted(found)
-        self._launch(kernels.find_ranges, places, wanted, self.reference, up(keys, self._device), low, high)
-        least, largest = low.cpu().numpy(), high.cpu().numpy()
-        for number, histogram in found.items():
-            for place, key in enumerate(keys[number].tolist()):
-                if key >= 0:
-                    histogram.lo[key], histogram.hi[key] = int(least[number, place]), int(largest[number, place])
+        return self._rules.make(part.spec, is_fresh, count, self._side.catch_up)
 
-    def _wanted(self, numbers: Collection[int]) -> torch.Tensor:
-        flags = np.zeros(len(self.part.groups()), np.int32)
-        flags[list(numbers)] = 1
-        return up(flags, self._device)
-
-    def _run(self, part: Part, places: Places, tables: Uploaded) -> None:
+    def _run(self, part: Part, places: Places) -> None:
         """The second pass; what it left wrong is put right at once, while the tensors are as they were."""
-        results, sums = self._results, (places.powers, self._results.sums, places.tiles.rows)
+        rules, results = self._rules, self._results
+        found = (results.stats, results.trouble, places.powers, results.sums, places.tiles.rows)
         results.clear()
         self._launch(
-            kernels.encode, places, tables.modes, self.reference, places.packed, tables.values, tables.keys,
-            tables.scales, results.stats, *sums, KIND=_KINDS[type(part.spec)], BITS=places.bits, FACTOR=FACTOR,
+            kernels.encode, places, rules.rows, rules.words, self.reference, places.packed, *found, MOST=UNCODABLE,
+            KIND=_KINDS[type(part.spec)], BITS=places.bits, FACTOR=FACTOR, **kernels.ENCODE_BUILD,
         )  # fmt: skip
         self._launch(
-            kernels.settle, places, tables.modes, self.reference, results.stats, *sums, MOST=UNCODABLE, FACTOR=FACTOR
-        )
+            kernels.settle, places, rules.rows, self.reference, *found, places.count, MOST=UNCODABLE, FACTOR=FACTOR,
+            programs=kernels.SPARSE, **kernels.BUILD,
+        )  # fmt: skip
         self._sample.measure(places.leaves, self.reference, results.error)
 
-    def _launch(self, kernel: Any, places: Places, *arguments: Any, **options: int) -> None:
-        if places.grid[0]:
-            kernel[places.grid](
+    def _launch(
+        self, kernel: Any, places: Places, *arguments: Any, programs: int | None = None, **options: Any
+    ) -> None:
+        """Over all tiles: a program each, unless it is said how many."""
+        if places.count:
+            kernel[(min(places.count, programs or places.count),)](
                 places.table, places.leaves, *arguments, COLUMNS=COLUMNS, WIDTH=kernels.WIDTH, ALIGN=places.align,
-                **options, **kernels.BUILD,
+                **options,
             )  # fmt: skip
 
     def _exact(self, slots: Sequence[Slot]) -> list[bytes]:

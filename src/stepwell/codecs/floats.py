@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint32]
+Halves = NDArray[np.uint16]
 AnyArray = NDArray[Any]
 
 KEYS: Final = 512
@@ -23,19 +24,21 @@ MOST_EXPONENT: Final = 251
 _LARGEST_BF16: Final = 0x7F7F
 
 
-def round_to_bf16(magnitude: float) -> int:
+def round_to_bf16(magnitudes: NDArray[np.float64]) -> Halves:
     """The top half of the float32 nearest in bfloat16, ties to even; never infinite. For magnitudes only."""
-    bits = int(np.float32(magnitude).view(np.uint32))
-    return min((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, _LARGEST_BF16)
+    bits = magnitudes.astype(np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    found: Halves = np.minimum(rounded, np.uint32(_LARGEST_BF16)).astype(np.uint16)
+    return found
 
 
-def middle(lo: int, hi: int) -> int:
-    """Halfway between two magnitudes given by their bits, as bfloat16. Halved first: their sum may overflow."""
-    low, high = (np.uint32(bits).view(np.float32) / np.float32(2) for bits in (lo, hi))
-    return round_to_bf16(float(low + high))
+def middle(lo: Words, hi: Words) -> Halves:
+    """Halfway between magnitudes given by their bits, as bfloat16. Halved first: their sum may overflow."""
+    low, high = (bits.view(np.float32) / np.float32(2) for bits in (lo, hi))
+    return round_to_bf16((low + high).astype(np.float64))
 
 
-def from_bf16(halves: NDArray[np.uint16]) -> Floats:
+def from_bf16(halves: Halves) -> Floats:
     """float32 values of bfloat16 bits."""
     wide: Words = halves.astype(np.uint32) << np.uint32(16)
     return wide.view(np.float32)

@@ -119,7 +119,9 @@ def _dense(found: Histogram, cut: int) -> range:
 def _is_settled(found: Histogram, key: int) -> bool:
     if key not in found.settled and key in found.lo:
         edge = (key & 255) << MANTISSA_BITS
-        if middle(edge, found.hi[key]) == middle(found.lo[key], edge + (1 << MANTISSA_BITS) - 1):
+        lows, highs = (edge, found.lo[key]), (found.hi[key], edge + (1 << MANTISSA_BITS) - 1)
+        least, most = middle(np.array(lows, np.uint32), np.array(highs, np.uint32))
+        if least == most:
             found.settled.add(key)
     return key in found.settled
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -23,6 +24,12 @@ from stepwell.codecs.spec import LC, Spec, Ternary, Uniform
 
 MOST_STEPS: Final = 127
 _BIAS: Final = 127
+_LEAST_STEP: Final = np.uint16(0x0080)  # the smallest normal bfloat16: its reciprocal is finite
+
+Counts = NDArray[np.int64]
+Doubles = NDArray[np.float64]
+Buckets = list[tuple[int, Counts]]
+"""Exponents from small to large, and of each group how many differences have them."""
 
 
 class Rooms:
@@ -118,19 +125,52 @@ def wanted_ranges(spec: Spec) -> int:
     return 2**spec.bits - 1 if isinstance(spec, LC) else 0
 
 
+@dataclass(frozen=True)
+class Tables:
+    """Of many groups at once, group by group. keys: of lc, 0 where a group has no more. thresholds: of ternary."""
+
+    spec: Spec
+    heads: NDArray[np.uint16]
+    keys: NDArray[np.int32] | None = None
+    thresholds: Floats | None = None
+
+    def table(self, number: int) -> Table:
+        heads = tuple(self.heads[number].tolist())
+        if self.keys is not None:
+            keys = [key for key in self.keys[number].tolist() if key]
+            return BucketTable(heads[: len(keys)], tuple(keys))
+        return StepTable(heads) if self.thresholds is None else SignTable(heads, float(self.thresholds[number]))
+
+
 def make_table(spec: Spec, found: Histogram) -> Table:
     """The table of a group that has something to code."""
     if isinstance(spec, LC):
-        keys = tuple(found.top(2**spec.bits - 1))
-        return BucketTable(tuple(representative(found, key) for key in keys), keys)
+        keys = found.top(2**spec.bits - 1)
+        lo, hi = (np.array([[ends[key] for key in keys]], np.uint32) for ends in (found.lo, found.hi))
+        return bucket_tables(spec, np.array([keys], np.int32), lo, hi).table(0)
+    both = found.counts[:256] + found.counts[256:]
+    return step_tables(spec, both[None], found.counts.sum(keepdims=True)).table(0)
+
+
+def bucket_tables(spec: Spec, keys: NDArray[np.int32], lo: Words, hi: Words) -> Tables:
+    """lc: for each bucket the middle of its smallest and largest member, with their sign."""
+    return Tables(spec, middle(lo, hi) | np.where(keys >= 256, np.uint16(0x8000), np.uint16(0)), keys)
+
+
+def step_tables(spec: Spec, counts: Counts, entries: Counts) -> Tables:
+    """ternary and uniform, from the counts by exponent of groups that have something to code. entries: zeros too."""
+    occupied = np.flatnonzero(counts[:, 1 : MOST_EXPONENT + 1].any(0)) + 1
+    buckets = [(exponent, counts[:, exponent]) for exponent in occupied.tolist()]
     # Never above where the largest differences begin: what is left out everywhere and always would never be sent.
-    most = 2.0 ** (_magnitudes(found)[-1][0] - _BIAS)
-    rms = root_mean_square(found)
+    top = np.max([np.where(count, exponent, 0) for exponent, count in buckets], 0)
+    most = np.ldexp(1.0, top - _BIAS)
+    rms = _root_mean_square(buckets, entries)
     if isinstance(spec, Ternary):
-        threshold = from_head(round_to_bf16(min(spec.threshold * rms, most)))
-        return SignTable((round_to_bf16(mean_above(found, threshold)),), threshold)
+        thresholds = from_bf16(round_to_bf16(np.minimum(spec.threshold * rms, most)))
+        heads = round_to_bf16(_mean_above(buckets, thresholds.astype(np.float64)))
+        return Tables(spec, heads[:, None], thresholds=thresholds)
     assert isinstance(spec, Uniform)
-    return StepTable((max(round_to_bf16(min(spec.step * rms, most)), _LEAST_STEP),))
+    return Tables(spec, np.maximum(round_to_bf16(np.minimum(spec.step * rms, most)), _LEAST_STEP)[:, None])
 
 
 def read_table(spec: Spec, heads: tuple[int, ...]) -> Table:
@@ -145,40 +185,22 @@ def most_heads(spec: Spec) -> int:
     return wanted_ranges(spec) or 1
 
 
-def from_head(head: int) -> float:
-    """The value of a stored number."""
-    return float(from_bf16(np.array([head], np.uint16))[0])
-
-
-def representative(found: Histogram, key: int) -> int:
-    """The middle of a bucket's smallest and largest member, with their sign."""
-    return middle(found.lo[key], found.hi[key]) | (0x8000 if key >= 256 else 0)
-
-
-def root_mean_square(found: Histogram) -> float:
+def _root_mean_square(buckets: Buckets, entries: Counts) -> Doubles:
     """Of all differences, each taken as the middle of its bucket; zeros count."""
-    total = 0.0
-    for exponent, count in _magnitudes(found):
+    total = np.zeros(entries.size)
+    for exponent, count in buckets:
         total += count * (1.5 * 2.0 ** (exponent - _BIAS)) ** 2
-    return math.sqrt(total / int(found.counts.sum()))
+    found: Doubles = np.sqrt(total / entries)
+    return found
 
 
-def mean_above(found: Histogram, threshold: float) -> float:
+def _mean_above(buckets: Buckets, thresholds: Doubles) -> Doubles:
     """Mean magnitude from a threshold on, as if each bucket were filled evenly. The threshold if nothing is there."""
-    total, number = 0.0, 0.0
-    for exponent, count in _magnitudes(found):
+    total, number = np.zeros(thresholds.size), np.zeros(thresholds.size)
+    for exponent, count in buckets:
         low, high = 2.0 ** (exponent - _BIAS), 2.0 ** (exponent - _BIAS + 1)
-        if high <= threshold:
-            continue
-        start = max(low, threshold)
-        share = count * (high - start) / (high - low)
+        start = np.maximum(low, thresholds)
+        share = np.where(high <= thresholds, 0.0, count * (high - start) / (high - low))
         total, number = total + share * (start + high) / 2, number + share
-    return total / number if number else threshold
-
-
-_LEAST_STEP: Final = 0x0080  # the smallest normal bfloat16: its reciprocal is finite
-
-
-def _magnitudes(found: Histogram) -> list[tuple[int, int]]:
-    both = found.counts[:256] + found.counts[256:]
-    return [(exponent, int(both[exponent])) for exponent in range(1, MOST_EXPONENT + 1) if both[exponent]]
+    found: Doubles = np.divide(total, number, out=thresholds.copy(), where=number != 0)
+    return found

@@ -1,0 +1,124 @@
+"""The first pass on the device: which groups have something to code, and tables of those that do.
+
+Owns:    counts and ranges on the device, and what `kernels.encode` is told to do with each group.
+Before:  `device` knows which groups want a table.   After: `device` runs the second pass.
+Holds:   tables are made by the same functions as those of the host. The device waits for the host once, for a few
+         numbers of each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stepwell.codecs import kernels
+from stepwell.codecs.device_tables import host_like
+from stepwell.codecs.floats import MOST_EXPONENT, from_bf16
+from stepwell.codecs.groups import AGAIN, EXACT, FRESH, SAME
+from stepwell.codecs.layout import Part
+from stepwell.codecs.spec import LC, Spec
+from stepwell.codecs.tables import Counts, Tables, bucket_tables, step_tables, wanted_ranges
+
+_EXPONENTS: Final = 256
+_MODES: Final = {SAME: kernels.NOTHING, EXACT: kernels.VALUES, FRESH: kernels.SYMBOLS}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """kinds: of all groups. Tables are those of the fresh ones, in their order."""
+
+    kinds: NDArray[np.int32]
+    tables: Tables | None = None
+
+
+class Rules:
+    """What is done with each group. Constructing makes room on the device."""
+
+    def __init__(self, part: Part, device: torch.device) -> None:
+        self._groups = len(part.groups())
+        sizes = [sum(slot.leaf.count for slot in slots) for slots in part.groups()]
+        self._entries: Counts = np.array(sizes, np.int64)
+        self.rows = torch.zeros((self._groups, kernels.RULE_FIELDS), dtype=torch.int32, device=device)
+        self.words = torch.zeros((self._groups, 2 * _EXPONENTS), dtype=torch.int32, device=device)
+        self._wanted = torch.zeros(self._groups, dtype=torch.int32, device=device)
+        counts, picks = 2 * _EXPONENTS * self._groups, 3 * kernels.PICKS * self._groups
+        self._room = torch.zeros(2 * counts + picks // 2, dtype=torch.int64, device=device)
+        self._counts, words = self._room[:counts], self._room[counts:].view(torch.int32)
+        self._ranges, self._picks = words[: 2 * counts], words[2 * counts :]
+        self._by_exponent = self._counts[: counts // 2]
+        self._rows_host, self._wanted_host = host_like(self.rows), host_like(self._wanted).zero_()
+        self._picks_host, self._counts_host = host_like(self._picks), host_like(self._by_exponent)
+
+    def make(
+        self, spec: Spec, is_wanted: NDArray[np.bool_], launch: Callable[..., None], wait: Callable[[], None]
+    ) -> Choices:
+        """Rules for the wanted groups; the others keep theirs. `wait` blocks the host until all that is queued is done.
+
+        The kernels that read the rules are queued after this.
+        """
+        self._want(is_wanted)
+        self._room.zero_()
+        most = wanted_ranges(spec)
+        launch(
+            kernels.count, self._wanted, MOST=most, counts=self._counts, ranges=self._ranges, groups=self._groups,
+            **kernels.COUNTED,
+        )  # fmt: skip
+        if most:
+            _each(kernels.pick, self._groups, self._counts, self._ranges, self._picks, self._groups, MOST=most)
+            self._picks_host.copy_(self._picks, non_blocking=True)
+        else:
+            self._counts_host.copy_(self._by_exponent, non_blocking=True)
+        wait()
+        kinds, tables = self._decide(spec, is_wanted)
+        rows = self._rows_host.numpy()
+        rows[is_wanted, 0] = np.array([_MODES.get(kind, 0) for kind in range(4)], np.int32)[kinds[is_wanted]]
+        if tables is not None:
+            _fill(rows, np.flatnonzero(kinds == FRESH), tables)
+        self.rows.copy_(self._rows_host, non_blocking=True)
+        if most:
+            _each(kernels.spread, self._groups, self.rows, self.words)
+        return Choices(kinds, tables)
+
+    def _want(self, is_wanted: NDArray[np.bool_]) -> None:
+        flags = self._wanted_host.numpy()
+        if (flags != is_wanted).any():
+            flags[:] = is_wanted
+            self._wanted.copy_(self._wanted_host, non_blocking=True)
+
+    def _decide(self, spec: Spec, is_wanted: NDArray[np.bool_]) -> tuple[NDArray[np.int32], Tables | None]:
+        picks = self._picks_host.numpy().reshape(self._groups, 3, kernels.PICKS)
+        counts = self._counts_host.numpy().reshape(self._groups, _EXPONENTS)
+        if isinstance(spec, LC):
+            is_bad, is_full = picks[:, 0, -1] > 0, picks[:, 0, 0] > 0
+        else:
+            is_bad, is_full = counts[:, MOST_EXPONENT + 1 :].max(1) > 0, counts[:, 1:].max(1) > 0
+        kinds = np.where(is_wanted, np.where(is_bad, EXACT, np.where(is_full, FRESH, SAME)), AGAIN).astype(np.int32)
+        fresh = np.flatnonzero(kinds == FRESH)
+        if not fresh.size:
+            return kinds, None
+        if isinstance(spec, LC):
+            keys, lo, hi = (picks[fresh, field, : wanted_ranges(spec)] for field in range(3))
+            return kinds, bucket_tables(spec, keys, lo.view(np.uint32), hi.view(np.uint32))
+        return kinds, step_tables(spec, counts[fresh], self._entries[fresh])
+
+
+def _fill(rows: NDArray[np.int32], fresh: NDArray[np.int64], tables: Tables) -> None:
+    if tables.keys is not None:
+        buckets = np.zeros((fresh.size, kernels.RULE_FIELDS - kernels.BUCKETS_AT), np.uint32)
+        found = tables.keys.astype(np.uint32) | tables.heads.astype(np.uint32) << np.uint32(16)
+        buckets[:, : found.shape[1]] = np.where(tables.keys > 0, found, np.uint32(0))
+        rows[fresh, kernels.BUCKETS_AT :] = buckets.view(np.int32)
+        return
+    amounts = from_bf16(tables.heads[:, 0])
+    scales = np.float32(1) / amounts if tables.thresholds is None else tables.thresholds
+    rows[fresh, 1], rows[fresh, 2] = scales.view(np.int32), amounts.view(np.int32)
+
+
+def _each(kernel: Any, groups: int, *arguments: Any, **options: int) -> None:
+    """A program for each group."""
+    kernel[(groups,)](*arguments, **options, **kernels.BUILD)

@@ -91,6 +91,7 @@ def look_at(run: Path, lines: list[Line]) -> dict[str, Any]:
         "bases": len(commits),
         "base_steps": commits,
         "skipped": dict(Counter(e["reason"] for e in events(run, "delta-skipped") if e["step"] > first)),
+        "coding": [f"{event['where']}: {event['reason']}" for event in events(run, "coding")],
         "ended": [event["reason"] for event in events(run, "chain-ended")],
         "milliseconds": [round(1000 * seconds, 2) for _, seconds, *_ in lines],
     }

@@ -1,8 +1,8 @@
 """One training run of `live.py`: a byte-level transformer on the sources of Python's standard library.
 
 Writes one line for each step: number, seconds, loss, and the newest step that is durable. The host reads a loss when
-the next step is queued, as loops do that do not hold the device up; with `--sync` at once, so that a line means that the
-step is over.
+the next step is queued, as loops do that do not hold the device up; with `--sync` at once, so that a line means that
+the step is over.
 """
 
 from __future__ import annotations

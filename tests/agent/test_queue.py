@@ -143,3 +143,34 @@ def test_of_many_ranks_all_that_is_whole_is_offered(arena: Arena) -> None:
     arena.claim(0)  # the older one is being overwritten
     again, _ = make_offer(queue.complete())
     assert [snapshot["slot"] for snapshot in again["snapshots"]] == [1]
+
+
+def coded(arena: Arena, sequence: int, slot: int) -> Pending:
+    item = make(arena, sequence, slot)
+    item.is_wanted, item.is_delta, item.is_symbols = False, True, True
+    complete(item)
+    return item
+
+
+def test_what_came_coded_goes_into_its_chain_in_order_and_none_is_left_out(arena: Arena) -> None:
+    queue, first, second = PendingQueue(), coded(arena, 1, 0), coded(arena, 2, 1)
+    queue.add(first)
+    queue.add(second)
+    assert queue.collect(None) == [] and queue.next_delta() is first and queue.has_symbols()
+    first.is_coded = True
+    assert queue.collect(None) == [first] and queue.next_delta() is second
+    second.is_coded = True
+    assert queue.collect(None) == [second] and not queue.has_symbols()
+
+
+def test_what_came_coded_is_no_state(arena: Arena) -> None:
+    """It is not offered, not written as a checkpoint, and no failed checkpoint is given up for it."""
+    queue, whole, symbols = PendingQueue(), make(arena, 1, 0), coded(arena, 2, 1)
+    complete(whole)
+    whole.failures = 1
+    queue.add(whole)
+    queue.add(symbols)
+    assert queue.collect(None) == [] and queue.complete() == [whole]
+    queue.want_newest()
+    assert queue.items == [whole, symbols], "what is complete still goes into its chain after a trainer's death"
+    assert not symbols.is_wanted and queue.next_due() is whole

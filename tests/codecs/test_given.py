@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from stepwell.codecs import given
 from stepwell.codecs.chain import ChainWriter
 from stepwell.codecs.coder import Given
+from stepwell.codecs.groups import AGAIN, EXACT, FRESH, SAME, group_nbytes
 from stepwell.codecs.image import Image
-from stepwell.codecs.layout import Deltas, as_bytes
-from stepwell.codecs.parts import Memory, make_symbols
+from stepwell.codecs.layout import Deltas, arrange, as_bytes
+from stepwell.codecs.parts import Memory, make_symbols, seal
 from stepwell.codecs.replay import restore
 from stepwell.codecs.signature import part_digest, signature
-from stepwell.codecs.spec import LC
+from stepwell.codecs.spec import LC, Spec, Ternary, Uniform
+from stepwell.codecs.tables import stored_bits
 from stepwell.errors import ConfigError
+from tests.codecs import device_walks
 from tests.codecs.walks import LEAVES, Arrays, walk
 
 DELTAS = Deltas(small="pool", skip_every=4, keep_segments=9)
@@ -81,3 +86,30 @@ def test_control_a_wrong_digest_of_a_given_part_is_found(tmp_path: Path) -> None
             chain.append(step, {n: v for n, v in state.items() if n not in coder.names}, given=given)
     found = restore(tmp_path / "chain")
     assert found.number == 1 and "record 2" in str(found.stopped) and "digest" in str(found.stopped)
+
+
+@pytest.mark.parametrize("spec", [LC(bits=3), LC(bits=2), Ternary(), Uniform(1.0)], ids=lambda spec: spec.text)
+def test_a_part_travels_without_its_symbols(spec: Spec) -> None:
+    """Through everything that can happen to a group: unchanged, known tables, values that cannot be coded."""
+    (part, *_) = arrange(device_walks.LEAVES, Deltas(parameters=spec, small="pool"))
+    bits, image, memory, kinds = stored_bits(spec), Image([part]), Memory(), set()
+    states = device_walks.walk()
+    pieces = lambda state: [state[slot.leaf.name].reshape(-1) for slot in part.slots]  # noqa: E731
+    image.fill([pieces(next(states))])
+    for _ in range(14):
+        coded = make_symbols(part, pieces(next(states)), image.arrays[0], memory, reuse=True)
+        symbols, position, lines = np.full(group_nbytes(part.slots, bits), 0xEE, np.uint8), 0, iter(coded.packed)
+        for kind, slots in zip(given._kinds(coded.heads), part.groups(), strict=True):
+            size = group_nbytes(slots, bits)
+            if kind in (FRESH, AGAIN):
+                symbols[position : position + size] = next(lines)
+            position += size
+            kinds.add(kind)
+        sent = Given(coded, bytes(range(16)), 0.25, 3.5)
+        data = np.frombuffer(given.dump(sent) + b"what was there before", np.uint8)
+        found = given.load(part, data, symbols)
+        assert (found.digest, found.missing, found.way) == (sent.digest, 0.25, 3.5)
+        assert found.coded.facts == coded.facts and found.coded.is_same == coded.is_same
+        sealed = [seal(part, each, Memory(), reuse=False, dictionary_bytes=0) for each in (coded, found.coded)]
+        assert sealed[0] == sealed[1]
+    assert kinds == {SAME, FRESH, AGAIN, EXACT}

@@ -36,6 +36,12 @@ def test_the_definition(nbytes: int) -> None:
     assert signature(data).tolist() == by_definition(data.tobytes())
 
 
+@pytest.mark.parametrize("cuts", [[0], [3], [4 * COLUMNS], [1, 2, 4 * COLUMNS + 1], [70_000, 70_000, 300_001, 300_002]])
+def test_it_may_come_in_pieces(cuts: list[int]) -> None:
+    data = np.random.default_rng(1).integers(0, 256, 4 * COLUMNS * 7 + 13, np.uint8)
+    assert (signature(*np.split(data, cuts)) == signature(data)).all()
+
+
 def test_the_factor() -> None:
     """Odd, so that no change of one word is lost, and of the longest period there is."""
     assert FACTOR % 8 == 5

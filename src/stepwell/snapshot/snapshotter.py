@@ -115,6 +115,8 @@ class Snapshotter:
             images = {(generation, slot): self._image(arena, slot) for slot in slots}
             for device, program in arrangement.kept_devices():
                 self._device.rehearse(device, program, images)
+            if self.symbols is not None:
+                self.symbols.prepare(arrangement, images[generation, 0])
 
     def _let_go(self) -> None:
         self._arranger.let_go()

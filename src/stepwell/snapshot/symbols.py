@@ -125,8 +125,7 @@ class Symbols:
     def offer(self, arrangement: Arrangement, sequence: int, arena: Arena, slot: int) -> list[int]:
         """A snapshot of the whole state that may become a base. Returns the parts that records will have coded."""
         if self._looked != arrangement.plan.number:
-            self._looked, self._coded = arrangement.plan.number, None
-            self._coded = self._find(arrangement)
+            self._look(arrangement)
         if self._coded is None:
             return []
         with self._lock:
@@ -134,6 +133,29 @@ class Symbols:
             for old in sorted(self._offered)[:-_MOST_OFFERED]:
                 del self._offered[old]
         return [self._coded.number]
+
+    def prepare(self, arrangement: Arrangement, image: torch.Tensor) -> None:
+        """Make room, and use every kernel once: its first use takes seconds. In the background of training."""
+        self._look(arrangement)
+        if self._coded is None:
+            return
+        coder, device = self._coded.coder, self._coded.device
+        tensors = self._tensors(arrangement, self._coded)
+        room = image[: coder.packed_nbytes]
+        # What fails here will fail, or not, at the first record, which tells of it. What comes of it is nobody's.
+        with contextlib.suppress(RuntimeError), _stream(device):
+            coder.begin(tensors)
+            for _ in range(2):  # with new tables, and with known ones
+                coder.encode(tensors, room=room)
+                coder.finish()
+
+    def _look(self, arrangement: Arrangement) -> None:
+        self._looked, self._coded = arrangement.plan.number, None
+        self._coded = self._find(arrangement)
+
+    def _tensors(self, arrangement: Arrangement, coded: _Coded) -> list[torch.Tensor]:
+        found = {source.name: source.tensor for source in arrangement.late()}
+        return [found[slot.leaf.name] for slot in coded.part.slots]
 
     def _find(self, arrangement: Arrangement) -> _Coded | None:
         """What can be coded on a device, with room there for it; None, and an event, if it is left to the host."""
@@ -197,9 +219,9 @@ class Symbols:
         count = sum(leaf.name in coded.beside for leaf in flat.leaves[: flat.fixed_count])
         beside = self._arranger.arrange(replace(flat, leaves=kept, fixed_count=count))
         names, programs = [slot.leaf.name for slot in coded.part.slots], (arrangement.fixed, arrangement.rest)
-        tensors = {source.name: source.tensor for source in arrangement.late()}
         live = {name: way for each in programs for name, way in zip(each.watched, each.live, strict=True)}
-        return Record(beside, names, [live[name] for name in names], [tensors[name] for name in names], base, coded)
+        tensors = self._tensors(arrangement, coded)
+        return Record(beside, names, [live[name] for name in names], tensors, base, coded)
 
     def start(self, record: Record, image: torch.Tensor) -> SymbolsJob:
         """A slot is there: code into it, from the copier thread on."""
@@ -234,23 +256,11 @@ class SymbolsJob:
             self.ready = torch.cuda.Event()
             self.ready.record(torch.cuda.current_stream(device))
 
-    @contextlib.contextmanager
-    def _after_trigger(self) -> Iterator[None]:
-        """Work that waits for what was queued before the trigger, and for nothing after it."""
-        if self.ready is None:
-            yield
-            return
-        device = self.record.coded.device
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            stream.wait_event(self.ready)
-            yield
-
     def issue(self) -> None:
         """Line the passes up. Called once, by the copier thread, which waits where tables are made."""
         about, coder = self.record.message(), self.record.coded.coder
         try:
-            with self._after_trigger():
+            with _stream(self.record.coded.device, after=self.ready):
                 if self.values is not None:
                     coder.begin(self.values)
                 coder.encode(self.record.tensors, room=self.image[about["start"] : about["start"] + about["nbytes"]])
@@ -289,6 +299,19 @@ class SymbolsJob:
             raise RoomError(f"a slot has no room for {len(data)} bytes beside the symbols", found=len(data))
         self.image[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return []
+
+
+@contextlib.contextmanager
+def _stream(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    """What is queued waits for what came before `after`, and for nothing else that training does."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        if after is not None:
+            stream.wait_event(after)
+        yield
 
 
 def _floats(line: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,9 @@ from stepwell.codecs.spec import LC, Spec
 from stepwell.codecs.tables import Counts, Tables, bucket_tables, step_tables, wanted_ranges
 
 _EXPONENTS: Final = 256
+_MOST_COPIES: Final = 16
+_WORTH_COPIES: Final = 256
+"""With so many groups one copy of the counts is enough: programs seldom meet at one."""
 _MODES: Final = {SAME: kernels.NOTHING, EXACT: kernels.VALUES, FRESH: kernels.SYMBOLS}
 
 
@@ -46,11 +49,12 @@ class Rules:
         self.rows = torch.zeros((self._groups, kernels.RULE_FIELDS), dtype=torch.int32, device=device)
         self.words = torch.zeros((self._groups, 2 * _EXPONENTS), dtype=torch.int32, device=device)
         self._wanted = torch.zeros(self._groups, dtype=torch.int32, device=device)
-        counts, picks = 2 * _EXPONENTS * self._groups, 3 * kernels.PICKS * self._groups
+        self._copies = max(1, min(_MOST_COPIES, _WORTH_COPIES // max(1, self._groups)))
+        counts, picks = 2 * _EXPONENTS * self._groups * self._copies, 3 * kernels.PICKS * self._groups
         self._room = torch.zeros(2 * counts + picks // 2, dtype=torch.int64, device=device)
         self._counts, words = self._room[:counts], self._room[counts:].view(torch.int32)
         self._ranges, self._picks = words[: 2 * counts], words[2 * counts :]
-        self._by_exponent = self._counts[: counts // 2]
+        self._by_exponent = self._counts[: _EXPONENTS * self._groups]
         self._rows_host, self._wanted_host = host_like(self.rows), host_like(self._wanted).zero_()
         self._picks_host, self._counts_host = host_like(self._picks), host_like(self._by_exponent)
 
@@ -65,11 +69,12 @@ class Rules:
         self._room.zero_()
         most = wanted_ranges(spec)
         launch(
-            kernels.count, self._wanted, MOST=most, counts=self._counts, ranges=self._ranges, groups=self._groups,
-            **kernels.COUNTED,
+            kernels.count, self._wanted, counts=self._counts, ranges=self._ranges, groups=self._groups,
+            copies=self._copies, MOST=most, **(kernels.COUNT_TOP if most else kernels.COUNT_ALL),
         )  # fmt: skip
         if most:
-            _each(kernels.pick, self._groups, self._counts, self._ranges, self._picks, self._groups, MOST=most)
+            found = (self._counts, self._ranges, self._picks, self._groups, self._copies)
+            _each(kernels.pick, self._groups, *found, MOST=most)
             self._picks_host.copy_(self._picks, non_blocking=True)
         else:
             self._counts_host.copy_(self._by_exponent, non_blocking=True)

@@ -28,8 +28,6 @@ _LEAST_STEP: Final = np.uint16(0x0080)  # the smallest normal bfloat16: its reci
 
 Counts = NDArray[np.int64]
 Doubles = NDArray[np.float64]
-Buckets = list[tuple[int, Counts]]
-"""Exponents from small to large, and of each group how many differences have them."""
 
 
 class Rooms:
@@ -158,16 +156,20 @@ def bucket_tables(spec: Spec, keys: NDArray[np.int32], lo: Words, hi: Words) -> 
 
 
 def step_tables(spec: Spec, counts: Counts, entries: Counts) -> Tables:
-    """ternary and uniform, from the counts by exponent of groups that have something to code. entries: zeros too."""
+    """ternary and uniform, from the counts by exponent of groups that have something to code. entries: zeros too.
+
+    Differences are taken as the middle of their bucket for the root of their mean square.
+    """
     occupied = np.flatnonzero(counts[:, 1 : MOST_EXPONENT + 1].any(0)) + 1
-    buckets = [(exponent, counts[:, exponent]) for exponent in occupied.tolist()]
+    exponents = occupied[:, None]
+    buckets = counts[:, occupied].T
     # Never above where the largest differences begin: what is left out everywhere and always would never be sent.
-    top = np.max([np.where(count, exponent, 0) for exponent, count in buckets], 0)
-    most = np.ldexp(1.0, top - _BIAS)
-    rms = _root_mean_square(buckets, entries)
+    most = np.ldexp(1.0, np.where(buckets, exponents, 0).max(0) - _BIAS)
+    # Float sums, but in the order of the exponents (`accumulate`): the same everywhere.
+    rms = np.sqrt(_total(buckets * np.ldexp(1.5, exponents - _BIAS) ** 2) / entries)
     if isinstance(spec, Ternary):
         thresholds = from_bf16(round_to_bf16(np.minimum(spec.threshold * rms, most)))
-        heads = round_to_bf16(_mean_above(buckets, thresholds.astype(np.float64)))
+        heads = round_to_bf16(_mean_above(buckets, exponents, thresholds.astype(np.float64)))
         return Tables(spec, heads[:, None], thresholds=thresholds)
     assert isinstance(spec, Uniform)
     return Tables(spec, np.maximum(round_to_bf16(np.minimum(spec.step * rms, most)), _LEAST_STEP)[:, None])
@@ -185,22 +187,17 @@ def most_heads(spec: Spec) -> int:
     return wanted_ranges(spec) or 1
 
 
-def _root_mean_square(buckets: Buckets, entries: Counts) -> Doubles:
-    """Of all differences, each taken as the middle of its bucket; zeros count."""
-    total = np.zeros(entries.size)
-    for exponent, count in buckets:
-        total += count * (1.5 * 2.0 ** (exponent - _BIAS)) ** 2
-    found: Doubles = np.sqrt(total / entries)
+def _mean_above(buckets: Counts, exponents: Counts, thresholds: Doubles) -> Doubles:
+    """Mean magnitude from a threshold on, as if each bucket were filled evenly. The threshold if nothing is there."""
+    low, high = np.ldexp(1.0, exponents - _BIAS), np.ldexp(1.0, exponents - _BIAS + 1)
+    start = np.maximum(low, thresholds)
+    share = np.where(high <= thresholds, 0.0, buckets * (high - start) / (high - low))
+    number = _total(share)
+    found: Doubles = np.divide(_total(share * (start + high) / 2), number, out=thresholds.copy(), where=number != 0)
     return found
 
 
-def _mean_above(buckets: Buckets, thresholds: Doubles) -> Doubles:
-    """Mean magnitude from a threshold on, as if each bucket were filled evenly. The threshold if nothing is there."""
-    total, number = np.zeros(thresholds.size), np.zeros(thresholds.size)
-    for exponent, count in buckets:
-        low, high = 2.0 ** (exponent - _BIAS), 2.0 ** (exponent - _BIAS + 1)
-        start = np.maximum(low, thresholds)
-        share = np.where(high <= thresholds, 0.0, count * (high - start) / (high - low))
-        total, number = total + share * (start + high) / 2, number + share
-    found: Doubles = np.divide(total, number, out=thresholds.copy(), where=number != 0)
+def _total(terms: Doubles) -> Doubles:
+    """Of each column, from the first row to the last."""
+    found: Doubles = np.add.accumulate(terms, 0)[-1]
     return found

@@ -137,6 +137,7 @@ class DeviceCoder:
         is_fresh = self._is_fresh if reuse and not is_skip else np.ones_like(self._is_fresh)
         with self._side.passes():
             places.point_at(self._sources)
+            self._results.clear()
             self._choices = self._choose(part, places, is_fresh)
             self._run(part, places)
         with self._side.copies():
@@ -204,7 +205,6 @@ class DeviceCoder:
         """The second pass; what it left wrong is put right at once, while the tensors are as they were."""
         rules, results = self._rules, self._results
         found = (results.stats, results.trouble, places.powers, results.sums, places.tiles.rows)
-        results.clear()
         self._launch(
             kernels.encode, places, rules.rows, rules.words, self.reference, places.packed, *found, MOST=UNCODABLE,
             KIND=_KINDS[type(part.spec)], BITS=places.bits, FACTOR=FACTOR, **kernels.ENCODE_BUILD,

@@ -31,6 +31,9 @@ _WORTH_COPIES: Final = 256
 _MODES: Final = {SAME: kernels.NOTHING, EXACT: kernels.VALUES, FRESH: kernels.SYMBOLS}
 
 
+Flags = NDArray[np.bool_]
+
+
 @dataclass(frozen=True)
 class Choices:
     """kinds: of all groups. Tables are those of the fresh ones, in their order."""
@@ -58,9 +61,7 @@ class Rules:
         self._rows_host, self._wanted_host = host_like(self.rows), host_like(self._wanted).zero_()
         self._picks_host, self._counts_host = host_like(self._picks), host_like(self._by_exponent)
 
-    def make(
-        self, spec: Spec, is_wanted: NDArray[np.bool_], launch: Callable[..., None], wait: Callable[[], None]
-    ) -> Choices:
+    def make(self, spec: Spec, is_wanted: Flags, launch: Callable[..., None], wait: Callable[[], None]) -> Choices:
         """Rules for the wanted groups; the others keep theirs. `wait` blocks the host until all that is queued is done.
 
         The kernels that read the rules are queued after this.
@@ -89,27 +90,31 @@ class Rules:
             _each(kernels.spread, self._groups, self.rows, self.words)
         return Choices(kinds, tables)
 
-    def _want(self, is_wanted: NDArray[np.bool_]) -> None:
+    def _want(self, is_wanted: Flags) -> None:
         flags = self._wanted_host.numpy()
         if (flags != is_wanted).any():
             flags[:] = is_wanted
             self._wanted.copy_(self._wanted_host, non_blocking=True)
 
-    def _decide(self, spec: Spec, is_wanted: NDArray[np.bool_]) -> tuple[NDArray[np.int32], Tables | None]:
-        picks = self._picks_host.numpy().reshape(self._groups, 3, kernels.PICKS)
+    def _decide(self, spec: Spec, is_wanted: Flags) -> tuple[NDArray[np.int32], Tables | None]:
+        if isinstance(spec, LC):
+            picks = self._picks_host.numpy().reshape(self._groups, 3, kernels.PICKS)
+            kinds = _kinds(is_wanted, picks[:, 0, -1] > 0, picks[:, 0, 0] > 0)
+            keys, lo, hi = (picks[kinds == FRESH, field, : wanted_ranges(spec)] for field in range(3))
+            return kinds, bucket_tables(spec, keys, lo.view(np.uint32), hi.view(np.uint32)) if len(keys) else None
         counts = self._counts_host.numpy().reshape(self._groups, _EXPONENTS)
-        if isinstance(spec, LC):
-            is_bad, is_full = picks[:, 0, -1] > 0, picks[:, 0, 0] > 0
-        else:
-            is_bad, is_full = counts[:, MOST_EXPONENT + 1 :].max(1) > 0, counts[:, 1:].max(1) > 0
-        kinds = np.where(is_wanted, np.where(is_bad, EXACT, np.where(is_full, FRESH, SAME)), AGAIN).astype(np.int32)
-        fresh = np.flatnonzero(kinds == FRESH)
-        if not fresh.size:
-            return kinds, None
-        if isinstance(spec, LC):
-            keys, lo, hi = (picks[fresh, field, : wanted_ranges(spec)] for field in range(3))
-            return kinds, bucket_tables(spec, keys, lo.view(np.uint32), hi.view(np.uint32))
-        return kinds, step_tables(spec, counts[fresh], self._entries[fresh])
+        exponents = np.flatnonzero(counts.max(0)[1:]) + 1
+        counts = np.ascontiguousarray(counts[:, exponents].T)
+        kinds = _kinds(is_wanted, counts[exponents > MOST_EXPONENT].any(0), counts.any(0))
+        is_fresh, is_sound = kinds == FRESH, exponents <= MOST_EXPONENT
+        counts = counts[is_sound][:, is_fresh]
+        tables = step_tables(spec, exponents[is_sound], counts, self._entries[is_fresh]) if counts.size else None
+        return kinds, tables
+
+
+def _kinds(is_wanted: Flags, is_bad: Flags, is_full: Flags) -> NDArray[np.int32]:
+    found = np.where(is_bad, EXACT, np.where(is_full, FRESH, SAME))
+    return np.where(is_wanted, found, AGAIN).astype(np.int32)
 
 
 def _fill(rows: NDArray[np.int32], fresh: NDArray[np.int64], tables: Tables) -> None:

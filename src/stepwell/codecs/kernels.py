@@ -18,8 +18,8 @@ import triton.language as tl
 
 WIDTH: Final = 1024
 TILE_ROWS: Final = 16
-COUNT_TOP: Final = {"ROWS": 8, "PIECE": 256, "num_warps": 2}
-COUNT_ALL: Final = {"ROWS": 16, "PIECE": 512, "num_warps": 4}
+COUNT_TOP: Final = {"ROWS": 8, "PIECE": 256, "num_warps": 2, "maxnreg": 128}
+COUNT_ALL: Final = {"ROWS": 16, "PIECE": 256, "num_warps": 2}
 """Rows, and entries of each, that the first pass holds in registers: a lane's counts fit in 8 bits, all in 16."""
 SPARSE: Final = 1024
 """Programs of a kernel that mostly finds nothing to do."""
@@ -150,7 +150,7 @@ def _count_all(bits, counts):
         top = _top(bits, (tl.maximum(top - 30, 1) << 23) - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "copies"])
 def count(tiles, slots, wanted, reference, counts, ranges, groups, copies, MOST: tl.constexpr, ROWS: tl.constexpr,
           PIECE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr) -> None:  # fmt: skip
     """Of the wanted groups: how many differences have each exponent but 0. Or, with MOST: how many have each of what
@@ -174,7 +174,7 @@ def count(tiles, slots, wanted, reference, counts, ranges, groups, copies, MOST:
                 _count_all(bits, counts + group * 256)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "copies"])
 def pick(counts, ranges, picks, groups, copies, MOST: tl.constexpr) -> None:
     """As `Histogram.top`: the top keys of each group, their ranges, and whether it has what cannot be coded."""
     group, exponent = tl.program_id(0), tl.arange(0, 256)[:, None]

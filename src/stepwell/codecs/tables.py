@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from stepwell.codecs.floats import MANTISSA_BITS, MOST_EXPONENT, Bytes, Floats, Words, from_bf16, middle, round_to_bf16
+from stepwell.codecs.floats import MANTISSA_BITS, Bytes, Floats, Words, from_bf16, middle, round_to_bf16
 from stepwell.codecs.histogram import CHUNK, Histogram
 from stepwell.codecs.spec import LC, Spec, Ternary, Uniform
 
@@ -147,7 +147,8 @@ def make_table(spec: Spec, found: Histogram) -> Table:
         lo, hi = (np.array([[ends[key] for key in keys]], np.uint32) for ends in (found.lo, found.hi))
         return bucket_tables(spec, np.array([keys], np.int32), lo, hi).table(0)
     both = found.counts[:256] + found.counts[256:]
-    return step_tables(spec, both[None], found.counts.sum(keepdims=True)).table(0)
+    exponents = np.flatnonzero(both[1:]) + 1
+    return step_tables(spec, exponents, both[exponents, None], found.counts.sum(keepdims=True)).table(0)
 
 
 def bucket_tables(spec: Spec, keys: NDArray[np.int32], lo: Words, hi: Words) -> Tables:
@@ -155,21 +156,20 @@ def bucket_tables(spec: Spec, keys: NDArray[np.int32], lo: Words, hi: Words) -> 
     return Tables(spec, middle(lo, hi) | np.where(keys >= 256, np.uint16(0x8000), np.uint16(0)), keys)
 
 
-def step_tables(spec: Spec, counts: Counts, entries: Counts) -> Tables:
-    """ternary and uniform, from the counts by exponent of groups that have something to code. entries: zeros too.
+def step_tables(spec: Spec, exponents: Counts, counts: Counts, entries: Counts) -> Tables:
+    """ternary and uniform, of groups that have something to code. counts: by exponent, from small to large, and group;
+    of no other exponents, but that of zero. entries: zeros too.
 
     Differences are taken as the middle of their bucket for the root of their mean square.
     """
-    occupied = np.flatnonzero(counts[:, 1 : MOST_EXPONENT + 1].any(0)) + 1
-    exponents = occupied[:, None]
-    buckets = counts[:, occupied].T
+    low = np.ldexp(1.0, exponents - _BIAS)[:, None]
     # Never above where the largest differences begin: what is left out everywhere and always would never be sent.
-    most = np.ldexp(1.0, np.where(buckets, exponents, 0).max(0) - _BIAS)
-    # Float sums, but in the order of the exponents (`accumulate`): the same everywhere.
-    rms = np.sqrt(_total(buckets * np.ldexp(1.5, exponents - _BIAS) ** 2) / entries)
+    most = np.where(counts, low, 0.0).max(0)
+    # Float sums, but in the order of the exponents: the same everywhere.
+    rms = np.sqrt(_total(counts * (1.5 * low) ** 2) / entries)
     if isinstance(spec, Ternary):
         thresholds = from_bf16(round_to_bf16(np.minimum(spec.threshold * rms, most)))
-        heads = round_to_bf16(_mean_above(buckets, exponents, thresholds.astype(np.float64)))
+        heads = round_to_bf16(_mean_above(counts, low, thresholds.astype(np.float64)))
         return Tables(spec, heads[:, None], thresholds=thresholds)
     assert isinstance(spec, Uniform)
     return Tables(spec, np.maximum(round_to_bf16(np.minimum(spec.step * rms, most)), _LEAST_STEP)[:, None])
@@ -187,11 +187,11 @@ def most_heads(spec: Spec) -> int:
     return wanted_ranges(spec) or 1
 
 
-def _mean_above(buckets: Counts, exponents: Counts, thresholds: Doubles) -> Doubles:
+def _mean_above(counts: Counts, low: Doubles, thresholds: Doubles) -> Doubles:
     """Mean magnitude from a threshold on, as if each bucket were filled evenly. The threshold if nothing is there."""
-    low, high = np.ldexp(1.0, exponents - _BIAS), np.ldexp(1.0, exponents - _BIAS + 1)
+    high = 2 * low
     start = np.maximum(low, thresholds)
-    share = np.where(high <= thresholds, 0.0, buckets * (high - start) / (high - low))
+    share = np.where(high <= thresholds, 0.0, counts * (high - start) / (high - low))
     number = _total(share)
     found: Doubles = np.divide(_total(share * (start + high) / 2), number, out=thresholds.copy(), where=number != 0)
     return found

@@ -22,7 +22,14 @@ from stepwell.codecs.signature import COLUMNS, FACTOR
 from stepwell.codecs.spec import LC, Spec, Top, Uniform
 from stepwell.codecs.tiles import lay_out
 from stepwell.errors import ConfigError, RoomError, StateError
-from tests.codecs.device_walks import LEAVES, SPECS, Twins, check_found_in_the_second_pass, check_same_symbols
+from tests.codecs.device_walks import (
+    LEAVES,
+    SPECS,
+    Twins,
+    check_found_in_the_second_pass,
+    check_odd_differences,
+    check_same_symbols,
+)
 
 
 def why_not() -> str | None:
@@ -74,6 +81,12 @@ def test_tiles_of_any_shape(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = [Leaf(name, "float32", (count,), "parameter") for name, count in (("a", 3 * COLUMNS + 64), ("b", 4096))]
     twins = check_same_symbols(LC(bits=3), "cpu", 4, leaves)
     assert twins.coder._used.align == 16
+
+
+@interpreted
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text)
+def test_odd_differences(spec: Spec) -> None:
+    check_odd_differences(spec, "cpu")
 
 
 @interpreted

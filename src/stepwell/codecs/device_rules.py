@@ -105,7 +105,7 @@ class Rules:
         counts = self._counts_host.numpy().reshape(self._groups, _EXPONENTS)
         exponents = np.flatnonzero(counts.max(0)[1:]) + 1
         counts = np.ascontiguousarray(counts[:, exponents].T)
-        kinds = _kinds(is_wanted, counts[exponents > MOST_EXPONENT].any(0), counts.any(0))
+        kinds = _kinds(is_wanted, counts[exponents > MOST_EXPONENT].sum(0) > 0, counts.sum(0) > 0)
         is_fresh, is_sound = kinds == FRESH, exponents <= MOST_EXPONENT
         counts = counts[is_sound][:, is_fresh]
         tables = step_tables(spec, exponents[is_sound], counts, self._entries[is_fresh]) if counts.size else None

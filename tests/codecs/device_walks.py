@@ -67,11 +67,13 @@ def walk(leaves: Sequence[Leaf] = LEAVES, seed: int = 0) -> Iterator[Arrays]:
 class Twins:
     """A writer on the host and one on a device. Tensors stay where they are, as those of a network do."""
 
-    def __init__(self, spec: Spec, device: str, leaves: Sequence[Leaf] = LEAVES) -> None:
+    def __init__(
+        self, spec: Spec, device: str, leaves: Sequence[Leaf] = LEAVES, states: Iterator[Arrays] | None = None
+    ) -> None:
         from stepwell.codecs.device import DeviceCoder
 
         self.deltas = Deltas(parameters=spec, small="pool", skip_every=6)
-        self.leaves, self.states, self.device = leaves, walk(leaves), device
+        self.leaves, self.states, self.device = leaves, states or walk(leaves), device
         self.base = next(self.states)
         parts = arrange(leaves, self.deltas)
         self.number = next(number for number, part in enumerate(parts) if part.spec == spec)
@@ -138,3 +140,19 @@ def check_found_in_the_second_pass(device: str) -> None:
     for _ in range(4):
         twins.send()
     assert twins.exact >= 1 and twins.reused >= 1
+
+
+def check_odd_differences(spec: Spec, device: str) -> None:
+    """Keys that are few, far apart, of one sign, or of one value each; and groups that have nothing but zeros."""
+    leaves = [Leaf(name, "float32", (count,), "parameter") for name, count in (("a", 40_000), ("b", 4500))]
+    place = np.arange(44_500)
+    signs = np.where(place % 3, 1.0, -1.0)
+    far = np.ldexp(signs, place % 200 - 130)
+    few = np.where(place % 20_000 == 7, np.ldexp(signs, place % 11 * 9), np.ldexp(signs, -60))
+    steps = signs * 1e-3 * (1 + place % 3)
+    above = np.where(place == 9000, 1e30, np.abs(steps))
+    tiny = np.where(place < 40_000, 1e-40, 0.0)
+    for line in (far, few, steps, above, tiny, np.where(place == 44_000, -1.0, 0.0)):
+        values = line.astype(np.float32)
+        states: list[Arrays] = [{"a": each[:40_000], "b": each[40_000:]} for each in (np.zeros_like(values), values)]
+        Twins(spec, device, leaves, iter(states)).send()

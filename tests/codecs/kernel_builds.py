@@ -15,7 +15,7 @@ TYPES = {
     **dict.fromkeys(("tiles", "slots", "counts", "stats", "owners", "inner", "places"), "*i64"),
     **dict.fromkeys(("wanted", "ranges", "picks", "rules", "words", "trouble", "powers", "sums"), "*i32"),
     **dict.fromkeys(("reference", "base"), "*fp32"),
-    **dict.fromkeys(("part_rows", "count", "groups", "number"), "i32"),
+    **dict.fromkeys(("part_rows", "count", "groups", "copies", "number"), "i32"),
     "packed": "*u8",
     "error": "*fp64",
 }
@@ -35,7 +35,9 @@ def main() -> None:
         shape = {"COLUMNS": COLUMNS, "WIDTH": kernels.WIDTH, "ALIGN": align}
         sums = {"MOST": UNCODABLE, "FACTOR": FACTOR, **shape}
         for most in (0, 3, 7):
-            print(build(kernels.count, MOST=most, **kernels.COUNTED, **shape))
+            options = dict(kernels.COUNT_TOP if most else kernels.COUNT_ALL)
+            held = {name: options.pop(name) for name in ("ROWS", "PIECE")}
+            print(build(kernels.count, {**options, **kernels.BUILD}, MOST=most, **held, **shape))
         for kind, bits in ((kernels.LC, 2), (kernels.LC, 4), (kernels.TERNARY, 2), (kernels.UNIFORM, 8)):
             print(build(kernels.encode, kernels.ENCODE_BUILD, KIND=kind, BITS=bits, **sums))
         print(build(kernels.settle, **sums))

@@ -22,7 +22,14 @@ from stepwell.codecs.signature import COLUMNS, FACTOR
 from stepwell.codecs.spec import LC, Spec, Top, Uniform
 from stepwell.codecs.tiles import lay_out
 from stepwell.errors import ConfigError, RoomError, StateError
-from tests.codecs.device_walks import LEAVES, SPECS, Twins, check_found_in_the_second_pass, check_same_symbols
+from tests.codecs.device_walks import (
+    LEAVES,
+    SPECS,
+    Twins,
+    check_found_in_the_second_pass,
+    check_odd_differences,
+    check_same_symbols,
+)
 
 
 def why_not() -> str | None:
@@ -34,12 +41,20 @@ def why_not() -> str | None:
 interpreted = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 if why_not() is None:
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):  # looked at when kernels are made, and when they run
-        from stepwell.codecs import kernels as _kernels  # noqa: F401
+        from stepwell.codecs import kernels as _kernels
+
+
+def widen_pieces(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """What the first pass holds at once; the interpreter's time goes by such pieces, not by entries."""
+    for held in (_kernels.COUNT_TOP, _kernels.COUNT_ALL):
+        monkeypatch.setitem(held, "PIECE", width)
 
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if why_not() is None:
+        widen_pieces(monkeypatch, 1024)
     with np.errstate(all="ignore"):  # it is NumPy that meets the values that are not finite
         yield
 
@@ -50,7 +65,7 @@ def test_symbols_are_those_of_the_host(spec: Spec, monkeypatch: pytest.MonkeyPat
     from stepwell.codecs import kernels
 
     monkeypatch.setattr(kernels, "WIDTH", 4096)  # the interpreter's time goes by programs, not by entries
-    monkeypatch.setitem(kernels.COUNTED, "PIECE", 4096)
+    widen_pieces(monkeypatch, 4096)
     twins = check_same_symbols(spec, "cpu")
     assert twins.exact >= 3 and twins.reused >= 3
     assert twins.same >= 3 or "global" in spec.text
@@ -66,6 +81,12 @@ def test_tiles_of_any_shape(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = [Leaf(name, "float32", (count,), "parameter") for name, count in (("a", 3 * COLUMNS + 64), ("b", 4096))]
     twins = check_same_symbols(LC(bits=3), "cpu", 4, leaves)
     assert twins.coder._used.align == 16
+
+
+@interpreted
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text)
+def test_odd_differences(spec: Spec) -> None:
+    check_odd_differences(spec, "cpu")
 
 
 @interpreted

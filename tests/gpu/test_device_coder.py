@@ -10,7 +10,13 @@ import torch
 from stepwell.codecs.layout import Deltas, Leaf, arrange
 from stepwell.codecs.spec import LC, Spec, Uniform
 from stepwell.errors import RoomError
-from tests.codecs.device_walks import LEAVES, SPECS, check_found_in_the_second_pass, check_same_symbols
+from tests.codecs.device_walks import (
+    LEAVES,
+    SPECS,
+    check_found_in_the_second_pass,
+    check_odd_differences,
+    check_same_symbols,
+)
 
 pytestmark = pytest.mark.gpu
 BIG = [
@@ -26,6 +32,11 @@ ALIGNED = [
 def test_symbols_are_those_of_the_host(spec: Spec, leaves: list[Leaf]) -> None:
     twins = check_same_symbols(spec, "cuda", leaves=leaves)
     assert twins.reused >= 3 and twins.coder._used.align == (16 if leaves is ALIGNED else 1)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text)
+def test_odd_differences(spec: Spec) -> None:
+    check_odd_differences(spec, "cuda")
 
 
 def test_what_cannot_be_coded_is_found_in_the_second_pass_too() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -152,6 +153,7 @@ class DeviceCoder:
         is_fresh = self._is_fresh if reuse and not is_skip else np.ones_like(self._is_fresh)
         with self._side.passes():
             places.point_at(self._sources)
+            self._results.clear()
             self._choices = self._choose(part, places, is_fresh)
             self._run(part, places)
         with self._side.copies():
@@ -188,18 +190,21 @@ class DeviceCoder:
         return Given(coded, part_digest(4 * self.part.size, self._results.signature()), missing, way)
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
-        kind, place = torch.float32, self._device
-        for number, (tensor, count) in enumerate(zip(tensors, self._counts, strict=True)):
-            if (
-                tensor.dtype is not kind
-                or tensor.numel() != count
-                or not tensor.is_contiguous()
-                or tensor.device != place
-            ):
-                name = self.part.slots[number].leaf.name
+        # By `map`: with hundreds of tensors the device waits for this.
+        if (
+            list(map(torch.Tensor.numel, tensors)) == self._counts
+            and all(map(torch.Tensor.is_contiguous, tensors))
+            and {torch.float32}.issuperset(map(attrgetter("dtype"), tensors))
+            and {self._device}.issuperset(map(attrgetter("device"), tensors))
+        ):
+            return
+        for slot, tensor in zip(self.part.slots, tensors, strict=True):
+            fits = tensor.dtype == torch.float32 and tensor.numel() == slot.leaf.count and tensor.is_contiguous()
+            if not fits or tensor.device != self._device:
                 raise StateError(
-                    f"leaf {name!r} is no contiguous float32 tensor of {count} entries on {place}; begin a new base",
-                    leaf=name,
+                    f"leaf {slot.leaf.name!r} is no contiguous float32 tensor of {slot.leaf.count} entries on "
+                    f"{self._device}; begin a new base",
+                    leaf=slot.leaf.name,
                 )
 
     def _choose(self, part: Part, places: Places, is_fresh: NDArray[np.bool_]) -> Choices:
@@ -216,7 +221,6 @@ class DeviceCoder:
         """The second pass; what it left wrong is put right at once, while the tensors are as they were."""
         rules, results = self._rules, self._results
         found = (results.stats, results.trouble, places.powers, results.sums, places.tiles.rows)
-        results.clear()
         self._launch(
             kernels.encode, places, rules.rows, rules.words, self.reference, places.packed, *found, MOST=UNCODABLE,
             KIND=_KINDS[type(part.spec)], BITS=places.bits, FACTOR=FACTOR, **kernels.ENCODE_BUILD,

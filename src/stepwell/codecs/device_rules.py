@@ -25,7 +25,13 @@ from stepwell.codecs.spec import LC, Spec
 from stepwell.codecs.tables import Counts, Tables, bucket_tables, step_tables, wanted_ranges
 
 _EXPONENTS: Final = 256
+_MOST_COPIES: Final = 16
+_WORTH_COPIES: Final = 256
+"""With so many groups one copy of the counts is enough: programs seldom meet at one."""
 _MODES: Final = {SAME: kernels.NOTHING, EXACT: kernels.VALUES, FRESH: kernels.SYMBOLS}
+
+
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -46,17 +52,16 @@ class Rules:
         self.rows = torch.zeros((self._groups, kernels.RULE_FIELDS), dtype=torch.int32, device=device)
         self.words = torch.zeros((self._groups, 2 * _EXPONENTS), dtype=torch.int32, device=device)
         self._wanted = torch.zeros(self._groups, dtype=torch.int32, device=device)
-        counts, picks = 2 * _EXPONENTS * self._groups, 3 * kernels.PICKS * self._groups
+        self._copies = max(1, min(_MOST_COPIES, _WORTH_COPIES // max(1, self._groups)))
+        counts, picks = 2 * _EXPONENTS * self._groups * self._copies, 3 * kernels.PICKS * self._groups
         self._room = torch.zeros(2 * counts + picks // 2, dtype=torch.int64, device=device)
         self._counts, words = self._room[:counts], self._room[counts:].view(torch.int32)
         self._ranges, self._picks = words[: 2 * counts], words[2 * counts :]
-        self._by_exponent = self._counts[: counts // 2]
+        self._by_exponent = self._counts[: _EXPONENTS * self._groups]
         self._rows_host, self._wanted_host = host_like(self.rows), host_like(self._wanted).zero_()
         self._picks_host, self._counts_host = host_like(self._picks), host_like(self._by_exponent)
 
-    def make(
-        self, spec: Spec, is_wanted: NDArray[np.bool_], launch: Callable[..., None], wait: Callable[[], None]
-    ) -> Choices:
+    def make(self, spec: Spec, is_wanted: Flags, launch: Callable[..., None], wait: Callable[[], None]) -> Choices:
         """Rules for the wanted groups; the others keep theirs. `wait` blocks the host until all that is queued is done.
 
         The kernels that read the rules are queued after this.
@@ -65,11 +70,12 @@ class Rules:
         self._room.zero_()
         most = wanted_ranges(spec)
         launch(
-            kernels.count, self._wanted, MOST=most, counts=self._counts, ranges=self._ranges, groups=self._groups,
-            **kernels.COUNTED,
+            kernels.count, self._wanted, counts=self._counts, ranges=self._ranges, groups=self._groups,
+            copies=self._copies, MOST=most, **(kernels.COUNT_TOP if most else kernels.COUNT_ALL),
         )  # fmt: skip
         if most:
-            _each(kernels.pick, self._groups, self._counts, self._ranges, self._picks, self._groups, MOST=most)
+            found = (self._counts, self._ranges, self._picks, self._groups, self._copies)
+            _each(kernels.pick, self._groups, *found, MOST=most)
             self._picks_host.copy_(self._picks, non_blocking=True)
         else:
             self._counts_host.copy_(self._by_exponent, non_blocking=True)
@@ -84,27 +90,31 @@ class Rules:
             _each(kernels.spread, self._groups, self.rows, self.words)
         return Choices(kinds, tables)
 
-    def _want(self, is_wanted: NDArray[np.bool_]) -> None:
+    def _want(self, is_wanted: Flags) -> None:
         flags = self._wanted_host.numpy()
         if (flags != is_wanted).any():
             flags[:] = is_wanted
             self._wanted.copy_(self._wanted_host, non_blocking=True)
 
-    def _decide(self, spec: Spec, is_wanted: NDArray[np.bool_]) -> tuple[NDArray[np.int32], Tables | None]:
-        picks = self._picks_host.numpy().reshape(self._groups, 3, kernels.PICKS)
+    def _decide(self, spec: Spec, is_wanted: Flags) -> tuple[NDArray[np.int32], Tables | None]:
+        if isinstance(spec, LC):
+            picks = self._picks_host.numpy().reshape(self._groups, 3, kernels.PICKS)
+            kinds = _kinds(is_wanted, picks[:, 0, -1] > 0, picks[:, 0, 0] > 0)
+            keys, lo, hi = (picks[kinds == FRESH, field, : wanted_ranges(spec)] for field in range(3))
+            return kinds, bucket_tables(spec, keys, lo.view(np.uint32), hi.view(np.uint32)) if len(keys) else None
         counts = self._counts_host.numpy().reshape(self._groups, _EXPONENTS)
-        if isinstance(spec, LC):
-            is_bad, is_full = picks[:, 0, -1] > 0, picks[:, 0, 0] > 0
-        else:
-            is_bad, is_full = counts[:, MOST_EXPONENT + 1 :].max(1) > 0, counts[:, 1:].max(1) > 0
-        kinds = np.where(is_wanted, np.where(is_bad, EXACT, np.where(is_full, FRESH, SAME)), AGAIN).astype(np.int32)
-        fresh = np.flatnonzero(kinds == FRESH)
-        if not fresh.size:
-            return kinds, None
-        if isinstance(spec, LC):
-            keys, lo, hi = (picks[fresh, field, : wanted_ranges(spec)] for field in range(3))
-            return kinds, bucket_tables(spec, keys, lo.view(np.uint32), hi.view(np.uint32))
-        return kinds, step_tables(spec, counts[fresh], self._entries[fresh])
+        exponents = np.flatnonzero(counts.max(0)[1:]) + 1
+        counts = np.ascontiguousarray(counts[:, exponents].T)
+        kinds = _kinds(is_wanted, counts[exponents > MOST_EXPONENT].sum(0) > 0, counts.sum(0) > 0)
+        is_fresh, is_sound = kinds == FRESH, exponents <= MOST_EXPONENT
+        counts = counts[is_sound][:, is_fresh]
+        tables = step_tables(spec, exponents[is_sound], counts, self._entries[is_fresh]) if counts.size else None
+        return kinds, tables
+
+
+def _kinds(is_wanted: Flags, is_bad: Flags, is_full: Flags) -> NDArray[np.int32]:
+    found = np.where(is_bad, EXACT, np.where(is_full, FRESH, SAME))
+    return np.where(is_wanted, found, AGAIN).astype(np.int32)
 
 
 def _fill(rows: NDArray[np.int32], fresh: NDArray[np.int64], tables: Tables) -> None:

@@ -42,7 +42,7 @@ class Places:
 
     def point_at(self, tensors: Sequence[torch.Tensor]) -> None:
         """Tensors seldom move: their addresses are uploaded when they do."""
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
         if addresses != self._addresses:
             leaves, self.align = self.tiles.with_addresses(addresses)
             self.leaves, self._addresses = up(leaves, self._device), addresses

@@ -18,8 +18,9 @@ import triton.language as tl
 
 WIDTH: Final = 1024
 TILE_ROWS: Final = 16
-COUNTED: Final = {"ROWS": 8, "PIECE": 512}
-"""Rows, and entries of each, that the first pass holds in registers: a row's counts fit in 8 bits, all in 16."""
+COUNT_TOP: Final = {"ROWS": 8, "PIECE": 256, "num_warps": 2, "maxnreg": 128}
+COUNT_ALL: Final = {"ROWS": 16, "PIECE": 256, "num_warps": 2}
+"""Rows, and entries of each, that the first pass holds in registers: a lane's counts fit in 8 bits, all in 16."""
 SPARSE: Final = 1024
 """Programs of a kernel that mostly finds nothing to do."""
 TILE_FIELDS: Final = 3
@@ -83,24 +84,34 @@ def _top(bits, most):
 
 
 @triton.jit
-def _widen(bits, number, edge, is_minus: tl.constexpr, range_at):
-    """Widen the range of a key, of which there are so many, unless that leaves the bfloat16 in its middle as it is."""
-    gap_below = 0x7FFFFFFF - tl.load(range_at, cache_modifier=".cg") - edge
-    gap_above = edge + 0x7FFFFF - tl.load(range_at + 1, cache_modifier=".cg")
-    if (number > 0) & ((gap_below >= 0x8000) | (gap_above >= 0x8000)):
-        begin = edge.to(tl.uint32) | (is_minus * 0x80000000)
-        # Modulo 2^32, whatever has another key is further away from this one's edges.
-        below, above = tl.min(bits - begin, 0), tl.min((begin + 0x7FFFFF) - bits, 0)
-        gaps, end = tl.min(tl.join(below, above), 0).to(tl.int32), tl.arange(0, 2)
-        tl.atomic_max(range_at + end, tl.where(end == 0, 0x7FFFFFFF - edge, edge + 0x7FFFFF) - gaps, sem="relaxed")
+def _open(ranges, base, minus, lane):
+    """Two bits for each of the keys of 4 exponents, 8 positive ones first: whether the bfloat16 in the middle of its
+    range still depends on where that begins, or ends. Others write there: all threads have to read the same.
+    """
+    end, exponent, is_minus = lane & 1, base + ((lane >> 1) & 3), (lane >> 3) & 1
+    found = tl.load(ranges + 2 * (is_minus * minus + exponent) + end, lane < 16, 0, cache_modifier=".cg")
+    edge = exponent << 23
+    gap = tl.where(end == 0, 0x7FFFFFFF - edge - found, edge + 0x7FFFFF - found)
+    return tl.sum(tl.where((lane < 16) & (gap >= 0x8000), 1 << (lane & 15), 0), 0)
 
 
 @triton.jit
-def _count_top(bits, counts, ranges, minus, MOST: tl.constexpr):
+def _widen(bits, edge, is_minus: tl.constexpr, range_at):
+    """Widen the range of a key that occurs."""
+    begin = edge.to(tl.uint32) | (is_minus * 0x80000000)
+    # Modulo 2^32, whatever has another key is further away from this one's edges.
+    below, above = tl.min(bits - begin, 0), tl.min((begin + 0x7FFFFF) - bits, 0)
+    gaps, end = tl.min(tl.join(below, above), 0).to(tl.int32), tl.arange(0, 2)
+    tl.atomic_max(range_at + end, tl.where(end == 0, 0x7FFFFFFF - edge, edge + 0x7FFFFF) - gaps, sem="relaxed")
+
+
+@triton.jit
+def _count_top(bits, counts, ranges, minus, lane, MOST: tl.constexpr):
     """Keys of the 4 top exponents, then of 4 from the next one that occurs on, until MOST keys were found."""
     top, found = _top(bits, 0x7FFFFFFF), 0
     while top > 0:
         base = tl.maximum(top - 3, 1)
+        is_open = _open(ranges, base, minus, lane)
         place = ((bits & 0x7FFFFFFF) >> 23) - base.to(tl.uint32)
         one = tl.where(place < 4, tl.full([], 1, tl.uint32) << ((place & 3) * 8), 0)
         every, plus = tl.sum(one, 0), tl.sum(tl.where(bits < 0x80000000, one, 0), 0)
@@ -115,8 +126,10 @@ def _count_top(bits, counts, ranges, minus, MOST: tl.constexpr):
             n_minus = tl.sum(tl.sum(tl.where(is_plus == 0, number, 0), 0), 0) - n_plus
             tl.atomic_add(counts + at, n_plus.to(tl.int64), n_plus > 0, sem="relaxed")
             tl.atomic_add(counts + minus + at, n_minus.to(tl.int64), n_minus > 0, sem="relaxed")
-            _widen(bits, n_plus, edge, False, ranges + 2 * at)
-            _widen(bits, n_minus, edge, True, ranges + 2 * (minus + at))
+            if (n_plus > 0) & (((is_open >> (2 * i)) & 3) != 0):
+                _widen(bits, edge, False, ranges + 2 * at)
+            if (n_minus > 0) & (((is_open >> (2 * i + 8)) & 3) != 0):
+                _widen(bits, edge, True, ranges + 2 * (minus + at))
             found += (n_plus > 0).to(tl.int32) + (n_minus > 0).to(tl.int32)
         if found < MOST:
             top = _top(bits, (base << 23) - 1)
@@ -137,17 +150,17 @@ def _count_all(bits, counts):
         top = _top(bits, (tl.maximum(top - 30, 1) << 23) - 1)
 
 
-@triton.jit
-def count(tiles, slots, wanted, reference, counts, ranges, groups, MOST: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit(do_not_specialize=["groups", "copies"])
+def count(tiles, slots, wanted, reference, counts, ranges, groups, copies, MOST: tl.constexpr, ROWS: tl.constexpr,
           PIECE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr) -> None:  # fmt: skip
     """Of the wanted groups: how many differences have each exponent but 0. Or, with MOST: how many have each of what
     will be the MOST top keys and some others, and the ranges of these, as far as they matter to `middle`.
 
-    A key that is among the top ones of a group is among those of each tile that has it.
+    A key that is among the top ones of a group is among those of each tile that has it. There are several copies of
+    what is counted, so that programs do not wait for each other.
     """
     source, start, left, group, _, _, rows = _tile(tiles, slots, tl.program_id(0), WIDTH, ALIGN)
     if tl.load(wanted + group) != 0:
-        own = group.to(tl.int32) * 256
         left = tl.multiple_of(tl.minimum(left, rows * COLUMNS), ALIGN)
         for number in range(tl.cdiv(rows, ROWS) * (WIDTH // PIECE)):
             row, lane = number // (WIDTH // PIECE) * ROWS, number % (WIDTH // PIECE) * PIECE
@@ -155,32 +168,39 @@ def count(tiles, slots, wanted, reference, counts, ranges, groups, MOST: tl.cons
             old = tl.load(reference + start + at, at < left, 0.0)
             bits = (tl.load(source + at, at < left, 0.0) - old).to(tl.uint32, bitcast=True)
             if MOST > 0:
-                _count_top(bits, counts + own, ranges + 2 * own, groups * 256, MOST)
+                own = (group.to(tl.int32) + tl.program_id(0) % copies * 2 * groups) * 256
+                _count_top(bits, counts + own, ranges + 2 * own, groups * 256, tl.arange(0, PIECE), MOST)
             else:
-                _count_all(bits, counts + own)
+                _count_all(bits, counts + group * 256)
 
 
-@triton.jit
-def pick(counts, ranges, picks, groups, MOST: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["groups", "copies"])
+def pick(counts, ranges, picks, groups, copies, MOST: tl.constexpr) -> None:
     """As `Histogram.top`: the top keys of each group, their ranges, and whether it has what cannot be coded."""
-    group, exponent = tl.program_id(0), tl.arange(0, 256)
-    at = group * 256 + exponent
-    plus, minus = tl.load(counts + at), tl.load(counts + groups * 256 + at)
+    group, exponent = tl.program_id(0), tl.arange(0, 256)[:, None]
+    end, at = tl.arange(0, 2)[None, :], group * 256 + exponent
+    plus, minus = tl.zeros([256, 1], tl.int64), tl.zeros([256, 1], tl.int64)
+    plus_range, minus_range = tl.zeros([256, 2], tl.int32), tl.zeros([256, 2], tl.int32)
+    for _ in range(copies):
+        plus += tl.load(counts + at)
+        plus_range = tl.maximum(plus_range, tl.load(ranges + 2 * at + end))
+        at += groups * 256
+        minus += tl.load(counts + at)
+        minus_range = tl.maximum(minus_range, tl.load(ranges + 2 * at + end))
+        at += groups * 256
     is_plus, is_minus = (plus > 0).to(tl.int32), (minus > 0).to(tl.int32)
     both = is_plus + is_minus
-    above = tl.sum(both, 0) - tl.cumsum(both, 0)
+    above = tl.sum(both, 0)[None, :] - tl.cumsum(both, 0)
     own = picks + group * 24
     for i in tl.static_range(2):
         if i == 0:
-            rank, is_top = above + is_minus * (minus > plus).to(tl.int32), is_plus > 0
+            rank, is_top, ends = above + is_minus * (minus > plus).to(tl.int32), is_plus > 0, plus_range
         else:
-            rank, is_top = above + is_plus * (plus >= minus).to(tl.int32), is_minus > 0
+            rank, is_top, ends = above + is_plus * (plus >= minus).to(tl.int32), is_minus > 0, minus_range
         is_top = is_top & (rank < MOST)
-        range_at = ranges + 2 * (at + i * groups * 256)
         tl.store(own + rank, exponent + 256 * i, is_top)
-        tl.store(own + 8 + rank, 0x7FFFFFFF - tl.load(range_at), is_top)
-        tl.store(own + 16 + rank, tl.load(range_at + 1), is_top)
-    tl.store(own + 7, tl.sum(tl.where(exponent > 251, both, 0), 0))
+        tl.store(own + 8 + 8 * end + rank, tl.where(end == 0, 0x7FFFFFFF - ends, ends), is_top & (end >= 0))
+    tl.store(own + 7, tl.sum(tl.sum(tl.where(exponent > 251, both, 0), 0), 0))
 
 
 @triton.jit

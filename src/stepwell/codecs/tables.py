@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from stepwell.codecs.floats import MANTISSA_BITS, MOST_EXPONENT, Bytes, Floats, Words, from_bf16, middle, round_to_bf16
+from stepwell.codecs.floats import MANTISSA_BITS, Bytes, Floats, Words, from_bf16, middle, round_to_bf16
 from stepwell.codecs.histogram import CHUNK, Histogram
 from stepwell.codecs.spec import LC, Spec, Ternary, Uniform
 
@@ -28,8 +28,6 @@ _LEAST_STEP: Final = np.uint16(0x0080)  # the smallest normal bfloat16: its reci
 
 Counts = NDArray[np.int64]
 Doubles = NDArray[np.float64]
-Buckets = list[tuple[int, Counts]]
-"""Exponents from small to large, and of each group how many differences have them."""
 
 
 class Rooms:
@@ -149,7 +147,8 @@ def make_table(spec: Spec, found: Histogram) -> Table:
         lo, hi = (np.array([[ends[key] for key in keys]], np.uint32) for ends in (found.lo, found.hi))
         return bucket_tables(spec, np.array([keys], np.int32), lo, hi).table(0)
     both = found.counts[:256] + found.counts[256:]
-    return step_tables(spec, both[None], found.counts.sum(keepdims=True)).table(0)
+    exponents = np.flatnonzero(both[1:]) + 1
+    return step_tables(spec, exponents, both[exponents, None], found.counts.sum(keepdims=True)).table(0)
 
 
 def bucket_tables(spec: Spec, keys: NDArray[np.int32], lo: Words, hi: Words) -> Tables:
@@ -157,17 +156,20 @@ def bucket_tables(spec: Spec, keys: NDArray[np.int32], lo: Words, hi: Words) -> 
     return Tables(spec, middle(lo, hi) | np.where(keys >= 256, np.uint16(0x8000), np.uint16(0)), keys)
 
 
-def step_tables(spec: Spec, counts: Counts, entries: Counts) -> Tables:
-    """ternary and uniform, from the counts by exponent of groups that have something to code. entries: zeros too."""
-    occupied = np.flatnonzero(counts[:, 1 : MOST_EXPONENT + 1].any(0)) + 1
-    buckets = [(exponent, counts[:, exponent]) for exponent in occupied.tolist()]
+def step_tables(spec: Spec, exponents: Counts, counts: Counts, entries: Counts) -> Tables:
+    """ternary and uniform, of groups that have something to code. counts: by exponent, from small to large, and group;
+    of no other exponents, but that of zero. entries: zeros too.
+
+    Differences are taken as the middle of their bucket for the root of their mean square.
+    """
+    low = np.ldexp(1.0, exponents - _BIAS)[:, None]
     # Never above where the largest differences begin: what is left out everywhere and always would never be sent.
-    top = np.max([np.where(count, exponent, 0) for exponent, count in buckets], 0)
-    most = np.ldexp(1.0, top - _BIAS)
-    rms = _root_mean_square(buckets, entries)
+    most = np.where(counts, low, 0.0).max(0)
+    # Float sums, but in the order of the exponents: the same everywhere.
+    rms = np.sqrt(_total(counts * (1.5 * low) ** 2) / entries)
     if isinstance(spec, Ternary):
         thresholds = from_bf16(round_to_bf16(np.minimum(spec.threshold * rms, most)))
-        heads = round_to_bf16(_mean_above(buckets, thresholds.astype(np.float64)))
+        heads = round_to_bf16(_mean_above(counts, low, thresholds.astype(np.float64)))
         return Tables(spec, heads[:, None], thresholds=thresholds)
     assert isinstance(spec, Uniform)
     return Tables(spec, np.maximum(round_to_bf16(np.minimum(spec.step * rms, most)), _LEAST_STEP)[:, None])
@@ -185,22 +187,17 @@ def most_heads(spec: Spec) -> int:
     return wanted_ranges(spec) or 1
 
 
-def _root_mean_square(buckets: Buckets, entries: Counts) -> Doubles:
-    """Of all differences, each taken as the middle of its bucket; zeros count."""
-    total = np.zeros(entries.size)
-    for exponent, count in buckets:
-        total += count * (1.5 * 2.0 ** (exponent - _BIAS)) ** 2
-    found: Doubles = np.sqrt(total / entries)
+def _mean_above(counts: Counts, low: Doubles, thresholds: Doubles) -> Doubles:
+    """Mean magnitude from a threshold on, as if each bucket were filled evenly. The threshold if nothing is there."""
+    high = 2 * low
+    start = np.maximum(low, thresholds)
+    share = np.where(high <= thresholds, 0.0, counts * (high - start) / (high - low))
+    number = _total(share)
+    found: Doubles = np.divide(_total(share * (start + high) / 2), number, out=thresholds.copy(), where=number != 0)
     return found
 
 
-def _mean_above(buckets: Buckets, thresholds: Doubles) -> Doubles:
-    """Mean magnitude from a threshold on, as if each bucket were filled evenly. The threshold if nothing is there."""
-    total, number = np.zeros(thresholds.size), np.zeros(thresholds.size)
-    for exponent, count in buckets:
-        low, high = 2.0 ** (exponent - _BIAS), 2.0 ** (exponent - _BIAS + 1)
-        start = np.maximum(low, thresholds)
-        share = np.where(high <= thresholds, 0.0, count * (high - start) / (high - low))
-        total, number = total + share * (start + high) / 2, number + share
-    found: Doubles = np.divide(total, number, out=thresholds.copy(), where=number != 0)
+def _total(terms: Doubles) -> Doubles:
+    """Of each column, from the first row to the last."""
+    found: Doubles = np.add.accumulate(terms, 0)[-1]
     return found

@@ -55,7 +55,7 @@ def measure(scheme: str, size: int, repeats: int) -> dict:
     values = new if part.is_floats else [line.view(np.uint8) for line in new]
     reset = lambda: image.fill([old if part.is_floats else [line.view(np.uint8) for line in old]])  # noqa: E731
     nbytes = sum(line.nbytes for line in new)
-    record = b""
+    record: list[bytes] = []
 
     def encode(reuse: bool) -> None:
         nonlocal record
@@ -64,7 +64,7 @@ def measure(scheme: str, size: int, repeats: int) -> dict:
     fresh = best(lambda: encode(False), repeats, reset)
     reset()
     encode(False)
-    first = record
+    first = b"".join(record)
     cached = best(lambda: encode(True), repeats, reset) if spec.is_delta else fresh
     back = best(lambda: apply(part, memoryview(first), array, Memory()), repeats, reset)
     room = np.empty_like(array)
@@ -87,7 +87,7 @@ def small_records(entropy: str, dictionary_bytes: int, reuse: bool, entries: int
     for _ in range(records):
         value = value + rng.standard_normal(entries).astype(np.float32)
         section, _ = code(part, [value], image.arrays[0], memory, reuse=reuse, dictionary_bytes=dictionary_bytes)
-        sizes.append(len(section))
+        sizes.append(sum(map(len, section)))
     seconds = time.thread_time() - start
     return {"entropy": entropy, "dictionary": dictionary_bytes, "reuse": reuse, "entries": entries,
             "bits": 8 * float(np.mean(sizes)) / entries, "bits_late": 8 * float(np.mean(sizes[-10:])) / entries,

@@ -27,7 +27,7 @@ def send(spec: Spec, leaf: Leaf, values: list[NDArray[Any]]) -> list[bytes]:
     writer, reader, records = Image(parts), Image(parts), []
     for value in values:
         (pieces,) = writer.split({leaf.name: value})
-        records.append(code(parts[0], pieces, writer.arrays[0], Memory())[0])
+        records.append(b"".join(code(parts[0], pieces, writer.arrays[0], Memory())[0]))
         apply(parts[0], memoryview(records[-1]), reader.arrays[0], Memory())
         assert writer.digest() == reader.digest()
         if parts[0].spec.is_exact:

@@ -50,7 +50,7 @@ def with_note(path: Path, section: bytes) -> None:
     data = path.read_bytes()
     head = Head.load(data[:HEAD_NBYTES], path="")
     sections = record.cut(memoryview(data[HEAD_NBYTES:]), head.parts + 1)
-    body = record.join([*map(bytes, sections[:-1]), section])
+    body = b"".join(record.join([[bytes(each)] for each in (*sections[:-1], section)]))
     forged = Head(**{**head.__dict__, "body_nbytes": len(body), "body_digest": body_digest(body)})
     path.write_bytes(forged.dump() + body)
 

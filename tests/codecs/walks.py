@@ -86,7 +86,8 @@ class Pair:
     def send(self, value: NDArray[np.float32]) -> bytes:
         """One record. Writer and reader have the same bits after it."""
         (pieces,) = self.images[0].split({"x": value})
-        data, self.facts = code(self.part, pieces, self.images[0].arrays[0], self.memories[0], reuse=self.reuse)
+        section, self.facts = code(self.part, pieces, self.images[0].arrays[0], self.memories[0], reuse=self.reuse)
+        data = b"".join(section)
         apply(self.part, memoryview(data), self.images[1].arrays[0], self.memories[1])
         assert self.images[0].digest() == self.images[1].digest()
         return data

@@ -29,7 +29,7 @@ from stepwell.codecs.floats import AnyArray
 from stepwell.codecs.groups import Facts
 from stepwell.codecs.image import Image
 from stepwell.codecs.layout import Deltas, Leaf, Part, State, arrange
-from stepwell.codecs.record import Head, body_digest
+from stepwell.codecs.record import Head, Pieces, body_digest
 from stepwell.codecs.replay import read_base
 from stepwell.codecs.segment import BASE_NAME, Appender, list_segments, segment_name, sync_directory
 from stepwell.errors import ConfigError, DamagedError, PersistError
@@ -141,16 +141,16 @@ class ChainWriter:
         number, is_skip = self._number + 1, self.is_skip_next
         self._broken = "an append was interrupted"  # until it is whole: the coder is ahead of the file
         sections, facts = self._coder.code(values, given, is_skip)
-        head, body = self._seal(number, step, [*sections, record.dump_note(note)], facts, is_skip)
+        head, body = self._seal(number, step, [*sections, [record.dump_note(note)]], facts, is_skip)
         self._persist(number, head, body, is_skip)
         self._number, self._step, self._digest = number, step, head.after
         self._kept = facts.kept / facts.entries if facts.entries else 1.0
         self._error = self._coder.error(values, given)
         self._broken = None
-        return Appended(number, step, record.KINDS[head.kind], record.HEAD_NBYTES + len(body), self._kept, self._error,
-                        facts.exact, facts.reused)  # fmt: skip
+        return Appended(number, step, record.KINDS[head.kind], record.HEAD_NBYTES + head.body_nbytes, self._kept,
+                        self._error, facts.exact, facts.reused)  # fmt: skip
 
-    def _seal(self, number: int, step: int, sections: list[bytes], facts: Facts, is_skip: bool) -> tuple[Head, bytes]:
+    def _seal(self, number: int, step: int, sections: list[Pieces], facts: Facts, is_skip: bool) -> tuple[Head, Pieces]:
         body = record.join(sections)
         return Head(
             kind=record.SKIP if is_skip else record.DELTA,
@@ -162,17 +162,17 @@ class ChainWriter:
             manifest=self._document.manifest,
             before=self._document.base if is_skip else self._digest,
             after=self._coder.image.digest(),
-            body_nbytes=len(body),
-            body_digest=body_digest(body),
+            body_nbytes=sum(map(len, body)),
+            body_digest=body_digest(*body),
         ), body
 
-    def _persist(self, number: int, head: Head, body: bytes, is_skip: bool) -> None:
+    def _persist(self, number: int, head: Head, body: Pieces, is_skip: bool) -> None:
         old = self._segment if is_skip else None
         if self._segment is None or is_skip:
             fresh = Appender(self._directory / segment_name(number))
             fresh.open()
             self._segment = fresh
-        self._segment.append(head.dump(), body)
+        self._segment.append(head.dump(), *body)
         if old is not None:
             old.close()
             # The skip record is durable from here on, so what is before it may go.
@@ -202,13 +202,12 @@ class ChainWriter:
 
 
 def _write_base(directory: Path, about: Document, image: Image) -> None:
-    sections = [array.tobytes() for array in image.arrays]
-    body = record.join(sections)
-    head = Head(record.BASE, 0, len(sections), 0, about.step, 0, manifest_digest(about.parts, about.skip), bytes(16),
-                about.base, len(body), body_digest(body))  # fmt: skip
+    body = record.join([[array.tobytes()] for array in image.arrays])
+    head = Head(record.BASE, 0, len(image.arrays), 0, about.step, 0, manifest_digest(about.parts, about.skip),
+                bytes(16), about.base, sum(map(len, body)), body_digest(*body))  # fmt: skip
     file = Appender(directory / BASE_NAME)
     file.open()
-    file.append(head.dump(), body)
+    file.append(head.dump(), *body)
     file.close()
 
 

@@ -19,6 +19,7 @@ from stepwell.codecs.groups import Coded, Facts
 from stepwell.codecs.image import Image
 from stepwell.codecs.layout import Deltas, Part
 from stepwell.codecs.parts import Memory, code, seal
+from stepwell.codecs.record import Pieces
 from stepwell.errors import ConfigError
 
 _MOST_SAMPLES: Final = 1 << 16
@@ -57,7 +58,7 @@ class Coder:
 
     def code(
         self, values: Sequence[Sequence[AnyArray]], given: Mapping[int, Given], is_skip: bool
-    ) -> tuple[list[bytes], Facts]:
+    ) -> tuple[list[Pieces], Facts]:
         """Sections of all parts. A skip record is against the base."""
         if is_skip:
             self.image, self.memories = self._load_base(), [Memory() for _ in self.image.parts]
@@ -73,7 +74,7 @@ class Coder:
 
     def _code(
         self, number: int, part: Part, values: Sequence[AnyArray], given: Given | None, is_skip: bool
-    ) -> tuple[bytes, Facts]:
+    ) -> tuple[Pieces, Facts]:
         memory, reuse = self.memories[number], self._deltas.reuse_tables and not is_skip
         dictionary_bytes = 0 if is_skip else self._deltas.dictionary_bytes
         if given is None:

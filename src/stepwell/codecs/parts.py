@@ -22,6 +22,7 @@ from stepwell.codecs.groups import AGAIN, EXACT, FRESH, SAME, Coded, Facts, Kept
 from stepwell.codecs.histogram import Piece, measure
 from stepwell.codecs.layout import Part, Slot
 from stepwell.codecs.quantise import Outcome, decode, encode, unpack
+from stepwell.codecs.record import Pieces
 from stepwell.codecs.spec import LC, Top
 from stepwell.codecs.tables import Table, make_table, most_heads, read_table, stored_bits, wanted_ranges
 from stepwell.errors import DamagedError
@@ -42,16 +43,16 @@ class Memory:
 
 
 def code(part: Part, values: Sequence[AnyArray], state: AnyArray, memory: Memory, *,
-         reuse: bool = False, dictionary_bytes: int = 0) -> tuple[bytes, Facts]:  # fmt: skip
+         reuse: bool = False, dictionary_bytes: int = 0) -> tuple[Pieces, Facts]:  # fmt: skip
     """Bytes of a part, and the state moved on to what a reader of them has."""
     if part.is_held:
-        return b"", Facts()
+        return [], Facts()
     if part.spec.is_delta:
         coded = make_symbols(part, cast("Sequence[Floats]", values), state, memory, reuse)
         return seal(part, coded, memory, reuse=reuse, dictionary_bytes=dictionary_bytes), coded.facts
     if isinstance(part.spec, Top):
-        return lossless.encode_top(part, values, state), Facts()
-    return lossless.encode_bytes(part, values, state), Facts()
+        return [lossless.encode_top(part, values, state)], Facts()
+    return [lossless.encode_bytes(part, values, state)], Facts()
 
 
 def apply(part: Part, data: memoryview, state: AnyArray, memory: Memory) -> None:
@@ -102,25 +103,26 @@ def _code_group(
     return FRESH if is_new else AGAIN, outcome
 
 
-def seal(part: Part, coded: Coded, memory: Memory, *, reuse: bool, dictionary_bytes: int) -> bytes:
+def seal(part: Part, coded: Coded, memory: Memory, *, reuse: bool, dictionary_bytes: int) -> Pieces:
     """The section of a part whose symbols are made. `memory` is that of the entropy code here."""
     if coded.is_same:
-        return b""
+        return []
     packed = coded.packed[0] if len(coded.packed) == 1 else np.concatenate([np.empty(0, np.uint8), *coded.packed])
-    symbols = _shrink(part, packed, memory, reuse, dictionary_bytes)
-    return b"".join([symbols[:1], bytes(coded.heads), struct.pack("<Q", len(symbols) - 1), symbols[1:], *coded.exact])
+    flags, symbols = _shrink(part, packed, memory, reuse, dictionary_bytes)
+    size = struct.pack("<Q", sum(map(len, symbols)))
+    return [bytes([flags]), bytes(coded.heads), size, *symbols, *coded.exact]
 
 
-def _shrink(part: Part, packed: Bytes, memory: Memory, reuse: bool, dictionary_bytes: int) -> bytes:
-    """How the symbols are coded, in one byte, and the coded symbols."""
+def _shrink(part: Part, packed: Bytes, memory: Memory, reuse: bool, dictionary_bytes: int) -> tuple[int, Pieces]:
+    """How the symbols are coded, and the coded symbols."""
     if isinstance(part.spec, LC) and part.spec.entropy == "huffman":
         symbols = unpack(packed, stored_bits(part.spec))
         counts = np.bincount(symbols, minlength=huffman.SYMBOLS)
         if not symbols.size:
-            return bytes([HUFFMAN | OLD_CODES])
+            return HUFFMAN | OLD_CODES, []
         memory.lengths, is_old = huffman.choose(counts, memory.lengths if reuse else None)
         table = b"" if is_old else huffman.dump_table(memory.lengths)
-        return bytes([HUFFMAN | (OLD_CODES if is_old else 0)]) + table + huffman.encode(symbols, memory.lengths)
+        return HUFFMAN | (OLD_CODES if is_old else 0), [table, huffman.encode(symbols, memory.lengths)]
     flags, fresh = 0, b""
     if dictionary_bytes and packed.size <= _SMALL_NBYTES and not memory.dictionary:
         memory.samples.append(packed.tobytes())
@@ -132,7 +134,7 @@ def _shrink(part: Part, packed: Bytes, memory: Memory, reuse: bool, dictionary_b
     if memory.dictionary:
         flags = DICTIONARY | (NEW_DICTIONARY if fresh else 0)
     head = struct.pack("<I", len(fresh)) + fresh if fresh else b""
-    return bytes([flags]) + head + frames.compress(packed.data, dictionary=memory.dictionary)
+    return flags, [head, frames.compress(packed.data, dictionary=memory.dictionary)]
 
 
 def _apply_deltas(part: Part, data: memoryview, state: Floats, memory: Memory) -> None:

@@ -68,9 +68,14 @@ class Head:
         return cls(kind, flags, *rest)
 
 
-def join(sections: Sequence[bytes]) -> bytes:
+Pieces = list[bytes]
+"""Bytes of a section or a body, not put together: they may be many."""
+
+
+def join(sections: Sequence[Pieces]) -> Pieces:
     """The body: length of each section, then the sections."""
-    return struct.pack(f"<{len(sections)}Q", *map(len, sections)) + b"".join(sections)
+    lengths = [sum(map(len, section)) for section in sections]
+    return [struct.pack(f"<{len(sections)}Q", *lengths), *(piece for section in sections for piece in section)]
 
 
 def cut(body: memoryview, count: int) -> list[memoryview]:
@@ -97,6 +102,9 @@ def load_note(section: memoryview) -> bytes:
     return frames.decompress_at_most(section, MOST_NOTE_BYTES) if section else b""
 
 
-def body_digest(body: bytes | memoryview) -> int:
+def body_digest(*body: bytes | memoryview) -> int:
     """xxh3-64."""
-    return xxhash.xxh3_64_intdigest(body)
+    whole = xxhash.xxh3_64()
+    for piece in body:
+        whole.update(piece)
+    return whole.intdigest()

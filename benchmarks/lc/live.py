@@ -27,6 +27,8 @@ from report import rows, save, wait_while_quiet
 
 TRAINER = Path(__file__).with_name("live_trainer.py")
 WARM = 8
+AROUND = 60
+"""So many iterations after a base's step what it costs is over: it is copied, written, and the next chain begun."""
 Line = tuple[int, float, float, int]
 
 
@@ -47,13 +49,16 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 def rounds(folder: Path, passed: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Each arm in turn, so that all meet the same machine. Gives all that is known, after each arm."""
-    base = {"base_seconds": options.base_seconds}
-    arms = {
-        "plain": {"steps": options.plain_steps or options.steps},
-        "bases": {"steps": options.plain_steps or options.steps, "deltas": "", **base},
+    base, fewer = {"base_seconds": options.base_seconds}, {"steps": options.plain_steps or options.steps}
+    known = {
+        "plain": fewer,
+        "idle": {**fewer, "base_seconds": 0},
+        "bases": {**fewer, **base},
         "deltas": {"steps": options.steps, "deltas": options.deltas, **base},
     }
+    arms = {name: known[name] for name in options.arms.split(",")}
     times: dict[str, list[float]] = {name: [] for name in arms}
+    each: list[dict[str, Any]] = []
     facts: list[dict[str, Any]] = []
     truth: list[list[float]] = []
     for number in range(options.rounds):
@@ -67,7 +72,8 @@ def rounds(folder: Path, passed: list[str], options: argparse.Namespace) -> Iter
                 facts.append(look_at(run, lines))
                 first, truth = facts[-1]["first"], truth or [[step, loss] for step, _, loss, _ in lines]
             times[name].append(statistics.fmean(line[1] for line in lines if line[0] > max(first, WARM)))
-            yield {"rounds": {"times": times, "records": facts}, "truth": truth, "kills": []}
+            each.append({"arm": name, "milliseconds": [round(1000 * seconds, 2) for _, seconds, *_ in lines]})
+            yield {"rounds": {"times": times, "records": facts, "iterations": each}, "truth": truth, "kills": []}
             shutil.rmtree(run, ignore_errors=True)
 
 
@@ -79,6 +85,8 @@ def look_at(run: Path, lines: list[Line]) -> dict[str, Any]:
     asked = [step for step, *_ in lines if step > first]
     state = max(event["nbytes"] for event in events(run, "snapshot"))
     commits = [event["step"] for event in events(run, "commit")]
+    usual = statistics.median(seconds for step, seconds, *_ in lines if step > first)
+    beyond = {step: seconds - usual for step, seconds, *_ in lines}
     return {
         "first": first,
         "steps": len(asked),
@@ -90,10 +98,10 @@ def look_at(run: Path, lines: list[Line]) -> dict[str, Any]:
         "error": statistics.fmean(event["error"] for event in records[16:] or records),
         "bases": len(commits),
         "base_steps": commits,
+        "base_costs": [sum(beyond.get(step + n, 0) for n in range(-1, AROUND)) for step in commits if step > first],
         "skipped": dict(Counter(e["reason"] for e in events(run, "delta-skipped") if e["step"] > first)),
         "coding": [f"{event['where']}: {event['reason']}" for event in events(run, "coding")],
         "ended": [event["reason"] for event in events(run, "chain-ended")],
-        "milliseconds": [round(1000 * seconds, 2) for _, seconds, *_ in lines],
     }
 
 
@@ -115,6 +123,10 @@ def kill(number: int, folder: Path, passed: list[str], options: argparse.Namespa
     steps = done + options.after
     subprocess.run(command(again, [*passed, "--sync"], prefer="newest", steps=steps, **given), check=True)
     after, restored = read(again), events(run, "restore")[0]
+    if steps not in truth:  # the arm with records was shorter
+        longer, place = folder / f"truth.{number}.log", folder / f"truth.{number}"
+        subprocess.run(command(longer, passed, run=place, base_seconds=0, steps=steps), check=True)
+        truth = {step: loss for step, _, loss, _ in read(longer)}
     differences = {step: loss - truth[step] for step, _, loss, _ in after if step in truth}
     shutil.rmtree(run, ignore_errors=True)
     return {
@@ -147,10 +159,12 @@ def table(found: dict[str, Any]) -> str:
     text = rows(["arm", "ms an iteration", "against plain", "rounds"], lines)
     records = found["rounds"]["records"]
     text += "\n" + rows(
-        ["round", "steps durable", "behind (steps)", "record", "of the state", "coding and writing", "error", "bases"],
+        ["round", "steps durable", "behind (steps)", "record", "of the state", "coding and writing", "error", "bases",
+         "each costs training"],
         [
             [n, f"{r['durable']} of {r['steps']}", f"{r['behind']:.2f}", f"{r['bytes'] / 1e6:.2f} MB",
-             f"{r['bytes'] / r['state']:.1%}", f"{1000 * r['seconds']:.0f} ms", f"{r['error']:.3f}", r["bases"]]
+             f"{r['bytes'] / r['state']:.1%}", f"{1000 * r['seconds']:.0f} ms", f"{r['error']:.3f}", r["bases"],
+             " ".join(f"{1000 * cost:.0f}" for cost in r["base_costs"]) + " ms"]
             for n, r in enumerate(records)
         ],
     )  # fmt: skip
@@ -173,12 +187,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--arms", default="plain,bases,deltas", help="plain first; idle: with stepwell, nothing saved")
     parser.add_argument("--plain-steps", type=int, default=0, help="of the arms without records, unless as many")
     parser.add_argument("--after", type=int, default=30, help="steps after the one that a kill came after")
     parser.add_argument("--base-seconds", type=float, default=20.0)
     parser.add_argument("--deltas", default="lc(bits=3)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--scratch", type=Path, default=None, help="where runs are written")
     options, passed = parser.parse_known_args()
+    passed += ["--device", options.device]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.scratch) as place:
         for found in rounds(Path(place), passed, options):
@@ -203,7 +220,7 @@ def store(found: dict[str, Any], options: argparse.Namespace) -> None:
         pyplot.legend()
 
     title = "A record after every iteration"
-    save(options.name, title, found, table(found), draw, options.out, threads="training uses all of them")
+    save(options.name, title, found, table(found), draw, options.out, options.device, "training may use all of them")
     print(table(found), flush=True)
 
 

@@ -9,8 +9,10 @@ Holds:   what cannot be coded (NaN, infinity, differences near the end of the ra
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, cast
 
@@ -30,6 +32,9 @@ from stepwell.errors import DamagedError
 HUFFMAN, OLD_CODES, NEW_DICTIONARY, DICTIONARY = 1, 2, 4, 8
 _DICTIONARY_SAMPLES: Final = 8
 _SMALL_NBYTES: Final = 4096
+_SHARED_NBYTES: Final = 4 << 20
+"""From so many bytes of symbols on, a restore applies them with several threads: groups do not touch each other."""
+_MOST_THREADS: Final = 8
 
 
 @dataclass
@@ -165,11 +170,17 @@ def _apply_deltas(part: Part, data: memoryview, state: Floats, memory: Memory) -
     nbytes = int.from_bytes(reader.take(8), "little")
     expected = sum(group_nbytes(slots, bits) for slots, _ in coded)
     packed = _grow(part, flags, reader.take(nbytes), expected, memory)
-    position = 0
+    position, jobs = 0, []
     for slots, table in coded:
         size = group_nbytes(slots, bits)
-        decode([_place(slot, state) for slot in slots], table, bits, packed[position : position + size])
+        jobs.append(([_place(slot, state) for slot in slots], table, bits, packed[position : position + size]))
         position += size
+    if len(jobs) < 2 or expected < _SHARED_NBYTES:
+        for job in jobs:
+            decode(*job)
+    else:
+        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "stepwell-decode") as pool:
+            list(pool.map(lambda job: decode(*job), jobs))
     for slot in exact:
         _place(slot, state)[:] = np.frombuffer(reader.take(slot.leaf.nbytes), np.float32)
     reader.end()

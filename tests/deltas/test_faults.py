@@ -76,6 +76,20 @@ def test_one_that_was_overtaken_is_not_coded_late(arena: Arena, tmp_path: Path) 
     assert not [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "chain-ended"]
 
 
+def test_what_came_coded_is_in_its_chain_before_a_successor_is_answered(arena: Arena) -> None:
+    worker, item = Worker(), snapshot(arena, 1, durable=False, delta=True)
+    item.is_symbols = True
+    worker.queue.add(item)
+    worker.chainer = SimpleNamespace(is_busy=False)  # type: ignore[assignment]
+    waiting = threading.Thread(target=worker.wait_symbols, daemon=True)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive(), "it is not appended yet"
+    item.is_coded = True
+    waiting.join(60)
+    assert not waiting.is_alive()
+
+
 def _let_go(pending: Pending) -> None:
     pending.is_held = False
 

@@ -30,10 +30,13 @@ def why_refused(message: Message, *, trainer: int, is_closing: bool) -> str | No
     return "closing" if is_closing else None
 
 
-def offer_later(complete: Sequence[Pending], then: Callable[[Message, list[int]], None]) -> None:
-    """Make the offer in a thread: to hash a snapshot that is not written yet takes a while."""
+def offer_later(
+    complete: Sequence[Pending], then: Callable[[Message, list[int]], None], wait: Callable[[], None]
+) -> None:
+    """Make the offer in a thread: to hash a snapshot that is not written yet takes a while. `wait` comes first."""
 
     def prepare() -> None:
+        wait()
         try:
             made = make_offer(complete)
         except Exception:  # the successor waits for an answer, whatever is wrong with the snapshot

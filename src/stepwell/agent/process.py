@@ -362,7 +362,7 @@ class Agent:
             self._calls.put(lambda: self._hand_over(channel, pid, offer, fds))
             os.eventfd_write(self.worker.wake, 1)
 
-        offer_later(complete, ready)
+        offer_later(complete, ready, self.worker.wait_symbols)
 
     def _hand_over(self, channel: Channel, pid: int, offer: Message, fds: list[int]) -> None:
         """The successor becomes our trainer when it says hello on this connection."""

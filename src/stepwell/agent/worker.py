@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from stepwell.agent.flush import Flusher
 
 _RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
+_SYMBOLS_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,13 @@ class Worker:
         with self.lock:
             if self.chainer is not None:
                 self.chainer.let_go(sequence)
+
+    def wait_symbols(self) -> None:
+        """Until what came coded is in its chain: who goes on from there reads it."""
+        with self.lock:
+            chainer, deadline = self.chainer, time.monotonic() + _SYMBOLS_SECONDS
+            while chainer is not None and (self.queue.has_symbols() or chainer.is_busy) and time.monotonic() < deadline:
+                self.lock.wait(0.02)
 
     def tell_death(self, progress_file: Path, pid: int, pending: int) -> None:
         """Of the trainer. A thread of its own: the file system may hang."""

@@ -130,8 +130,11 @@ class DeviceCoder:
         return self._places[stored_bits(self.part.spec)].packed.numel()
 
     def reset(self, values: Sequence[torch.Tensor]) -> None:
-        """Readers have these values, those of the base, and no tables: a skip record begins with it."""
+        """Readers have these values, those of the base, and no tables: a skip record begins with it. A record that was
+        not finished is forgotten.
+        """
         self._known, self._is_fresh[:] = {}, True
+        self._choices, self._sources = None, []
         lines = self.reference.split(self._counts)
         with self._side.passes():
             for line, value in zip(lines, values, strict=True):

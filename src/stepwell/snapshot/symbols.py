@@ -235,7 +235,8 @@ class Symbols:
     def let_go(self) -> None:
         """The arena goes: forget what was prepared for it, and bases in it."""
         self._arranger.let_go()
-        self.on_over()
+        with self._lock:
+            self._offered, self._base = {}, None
 
 
 @dataclass

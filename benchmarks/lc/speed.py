@@ -17,7 +17,7 @@ from report import rows, save, wait_while_quiet
 
 from stepwell.codecs.image import Image
 from stepwell.codecs.layout import Deltas, Leaf, arrange
-from stepwell.codecs.parts import Memory, apply, code
+from stepwell.codecs.parts import Memory, apply, code, read
 from stepwell.codecs.spec import parse
 
 SCHEMES = ("lc(bits=2)", "lc(bits=3)", "ternary", "uniform(step=1)", "uniform(step=0.25)", "lc(bits=2,entropy=huffman)",
@@ -66,7 +66,7 @@ def measure(scheme: str, size: int, repeats: int) -> dict:
     encode(False)
     first = b"".join(record)
     cached = best(lambda: encode(True), repeats, reset) if spec.is_delta else fresh
-    back = best(lambda: apply(part, memoryview(first), array, Memory()), repeats, reset)
+    back = best(lambda: apply(part, [read(part, memoryview(first), Memory())], array), repeats, reset)
     room = np.empty_like(array)
     memcpy = best(lambda: np.copyto(room, array), repeats)
     digest = best(image.digest, repeats)

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepwell.codecs import segment
+from stepwell.codecs import parts, replay, segment
 from stepwell.codecs.chain import ChainWriter
+from stepwell.codecs.image import Image
 from stepwell.codecs.layout import Deltas, Leaf
 from stepwell.codecs.replay import restore
 from stepwell.codecs.segment import list_segments
@@ -266,3 +267,28 @@ def test_what_append_returned_from_survives_sigkill(after: int, tmp_path: Path) 
     states = walk()
     truth = [next(states) for _ in range(found.number + 1)][-1]
     assert found.leaves["bias"].tobytes() == truth["bias"].tobytes()
+
+
+@pytest.mark.parametrize("together", [1, 3, 16])
+@pytest.mark.parametrize("spec", [LC(bits=3), LC(bits=2, entropy="huffman"), Ternary()], ids=lambda spec: spec.text)
+def test_records_that_are_applied_together(
+    spec: Spec, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many at once, by several threads, with skip records in between and values that cannot be coded."""
+    monkeypatch.setattr(replay, "_MOST_BATCH", together)
+    monkeypatch.setattr(parts, "_SHARED_NBYTES", 1)
+    known = write(tmp_path / "chain", 21, Deltas(parameters=spec, small="pool", skip_every=10, keep_segments=9))
+    for until in (1, 2, 9, 10, 11, 12, 20, 21):
+        assert_is(restore(tmp_path / "chain", until=until), until, known)
+
+
+def test_a_torn_tail_costs_no_second_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash while a record is written is usual: those before it are applied, and one digest says they are good."""
+    known = write(tmp_path / "chain", 9, Deltas(small="pool", skip_every=16))
+    path = list_segments(tmp_path / "chain")[0][1]
+    os.truncate(path, path.stat().st_size - 5)
+    taken, digest = [], Image.digest
+    monkeypatch.setattr(Image, "digest", lambda self: taken.append(1) or digest(self))
+    found = restore(tmp_path / "chain")
+    assert_is(found, 8, known)
+    assert found.is_torn and len(taken) == 2, "of the base and of the end"

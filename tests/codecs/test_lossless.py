@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stepwell.codecs.image import Image
 from stepwell.codecs.layout import Deltas, Leaf, arrange
 from stepwell.codecs.lossless import shuffle, top_codes, top_values, unshuffle
-from stepwell.codecs.parts import Memory, apply, code
+from stepwell.codecs.parts import Memory, apply, code, read
 from stepwell.codecs.spec import Raw, Spec, Top, Xor, Zstd
 from stepwell.errors import DamagedError
 
@@ -28,7 +28,7 @@ def send(spec: Spec, leaf: Leaf, values: list[NDArray[Any]]) -> list[bytes]:
     for value in values:
         (pieces,) = writer.split({leaf.name: value})
         records.append(b"".join(code(parts[0], pieces, writer.arrays[0], Memory())[0]))
-        apply(parts[0], memoryview(records[-1]), reader.arrays[0], Memory())
+        apply(parts[0], [read(parts[0], memoryview(records[-1]), Memory())], reader.arrays[0])
         assert writer.digest() == reader.digest()
         if parts[0].spec.is_exact:
             assert reader.leaves()[leaf.name].tobytes() == value.tobytes()
@@ -112,4 +112,4 @@ def test_top_takes_nothing_where_nothing_changed() -> None:
 def test_bytes_that_are_no_record(data: bytes) -> None:
     (part,) = arrange([Leaf("x", "float32", (50,), "moment1")], Deltas())
     with pytest.raises(DamagedError):
-        apply(part, memoryview(data), np.zeros(50, np.float32), Memory())
+        apply(part, [read(part, memoryview(data), Memory())], np.zeros(50, np.float32))

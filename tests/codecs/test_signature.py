@@ -91,13 +91,20 @@ def test_a_state_that_is_not_right_is_found_among_many(
 ) -> None:
     """A reader that goes wrong once: the result is the state before, however many records follow."""
     known = write(tmp_path / "chain", 9, Deltas(small="pool", skip_every=16))
-    apply, seen = parts.apply, dict[bytes, int]()
+    read, apply, seen, spoiled = parts.read, parts.apply, dict[bytes, int](), list[parts.Move]()
 
-    def wrong(part: parts.Part, data: memoryview, state: np.ndarray, memory: parts.Memory) -> None:
-        apply(part, data, state, memory)
+    def note(part: parts.Part, data: memoryview, memory: parts.Memory) -> parts.Move:
+        move = read(part, data, memory)
         if part.spec == LC() and seen.setdefault(bytes(data), len(seen) + 1) == bad:
+            spoiled.append(move)
+        return move
+
+    def wrong(part: parts.Part, moves: list[parts.Move], state: np.ndarray) -> None:
+        apply(part, moves, state)
+        if any(move in spoiled for move in moves):
             state[3] += np.float32(1)
 
+    monkeypatch.setattr(replay, "read", note)
     monkeypatch.setattr(replay, "apply", wrong)
     found = restore(tmp_path / "chain")
     assert found.number == bad - 1 and f"record {bad}: " in str(found.stopped) and "digest" in str(found.stopped)

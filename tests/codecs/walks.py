@@ -13,7 +13,7 @@ from stepwell.codecs.chain import ChainWriter
 from stepwell.codecs.histogram import Piece, measure
 from stepwell.codecs.image import Image
 from stepwell.codecs.layout import Deltas, Leaf, arrange
-from stepwell.codecs.parts import Memory, apply, code
+from stepwell.codecs.parts import Memory, apply, code, read
 from stepwell.codecs.replay import Restored, restore
 from stepwell.codecs.spec import LC, Spec
 from stepwell.codecs.tables import BucketTable, make_table
@@ -88,7 +88,7 @@ class Pair:
         (pieces,) = self.images[0].split({"x": value})
         section, self.facts = code(self.part, pieces, self.images[0].arrays[0], self.memories[0], reuse=self.reuse)
         data = b"".join(section)
-        apply(self.part, memoryview(data), self.images[1].arrays[0], self.memories[1])
+        apply(self.part, [read(self.part, memoryview(data), self.memories[1])], self.images[1].arrays[0])
         assert self.images[0].digest() == self.images[1].digest()
         return data
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, cast
@@ -60,16 +60,36 @@ def code(part: Part, values: Sequence[AnyArray], state: AnyArray, memory: Memory
     return [lossless.encode_bytes(part, values, state)], Facts()
 
 
-def apply(part: Part, data: memoryview, state: AnyArray, memory: Memory) -> None:
-    """Move a reader's state on. Raises DamagedError; what the state holds then is of no use."""
-    if part.is_held:
-        _Reader(data).end()
-    elif part.spec.is_delta:
-        _apply_deltas(part, data, state, memory)
-    elif isinstance(part.spec, Top):
-        lossless.decode_top(part, data, state)
+class Move:
+    """What a record does to a part of a reader's state. `nbytes`: of memory that it takes to apply it."""
+
+    nbytes = 0
+
+    def __init__(self, part: Part, data: memoryview) -> None:
+        self._part, self._data = part, data
+        if part.is_held:
+            _Reader(data).end()
+
+    def apply(self, state: AnyArray) -> None:
+        """Move the state on. Raises DamagedError; what it holds then is of no use."""
+        if isinstance(self._part.spec, Top):
+            lossless.decode_top(self._part, self._data, state)
+        elif not self._part.is_held:
+            lossless.decode_bytes(self._part, self._data, state)
+
+
+def read(part: Part, data: memoryview, memory: Memory) -> Move:
+    """What the section of a record says, as far as it needs those before it. Raises DamagedError."""
+    return _read_deltas(part, data, memory) if part.spec.is_delta else Move(part, data)
+
+
+def apply(part: Part, moves: Sequence[Move], state: AnyArray) -> None:
+    """What records one after the other do to a part. Raises DamagedError; what the state holds then is of no use."""
+    if part.spec.is_delta:
+        _apply_deltas(part, cast("Sequence[DeltaMove]", moves), state)
     else:
-        lossless.decode_bytes(part, data, state)
+        for move in moves:
+            move.apply(state)
 
 
 def make_symbols(part: Part, values: Sequence[Floats], state: Floats, memory: Memory, reuse: bool) -> Coded:
@@ -142,13 +162,24 @@ def _shrink(part: Part, packed: Bytes, memory: Memory, reuse: bool, dictionary_b
     return flags, [head, frames.compress(packed.data, dictionary=memory.dictionary)]
 
 
-def _apply_deltas(part: Part, data: memoryview, state: Floats, memory: Memory) -> None:
+class DeltaMove(Move):
+    """Of a part of differences. coded: table and place of the symbols of each group that has any; exact: values of the
+    groups, by number, that could not be coded.
+    """
+
+    def __init__(self, coded: dict[int, tuple[Table, slice]], exact: dict[int, memoryview],
+                 symbols: Callable[[], Bytes], nbytes: int) -> None:  # fmt: skip
+        self.coded, self.exact, self.symbols, self.nbytes = coded, exact, symbols, nbytes
+
+
+def _read_deltas(part: Part, data: memoryview, memory: Memory) -> DeltaMove:
     if not data:
-        return
+        return DeltaMove({}, {}, lambda: np.empty(0, np.uint8), 0)
     bits, reader = stored_bits(part.spec), _Reader(data)
     flags, groups = reader.take(1)[0], part.groups()
-    coded: list[tuple[list[Slot], Table]] = []
-    exact: list[Slot] = []
+    coded: dict[int, tuple[Table, slice]] = {}
+    bad: list[int] = []
+    position = 0
     for number, slots in enumerate(groups):
         kind = reader.take(1)[0]
         known = memory.tables.pop(number, None)
@@ -162,48 +193,58 @@ def _apply_deltas(part: Part, data: memoryview, state: Floats, memory: Memory) -
             if known is None:
                 raise DamagedError("a record uses a quantiser table that no record before it has")
             memory.tables[number] = known
-            coded.append((slots, known.table))
+            size = group_nbytes(slots, bits)
+            coded[number] = known.table, slice(position, position + size)
+            position += size
         elif kind == EXACT:
-            exact += slots
+            bad.append(number)
         elif kind != SAME:
             raise DamagedError(f"a group is of unknown kind {kind}", found=kind)
-    nbytes = int.from_bytes(reader.take(8), "little")
-    expected = sum(group_nbytes(slots, bits) for slots, _ in coded)
-    packed = _grow(part, flags, reader.take(nbytes), expected, memory)
-    position, jobs = 0, []
-    for slots, table in coded:
-        size = group_nbytes(slots, bits)
-        jobs.append(([_place(slot, state) for slot in slots], table, bits, packed[position : position + size]))
-        position += size
-    if len(jobs) < 2 or expected < _SHARED_NBYTES:
-        for job in jobs:
-            decode(*job)
-    else:
-        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "stepwell-decode") as pool:
-            list(pool.map(lambda job: decode(*job), jobs))
-    for slot in exact:
-        _place(slot, state)[:] = np.frombuffer(reader.take(slot.leaf.nbytes), np.float32)
+    symbols = _grow(part, flags, reader.take(int.from_bytes(reader.take(8), "little")), position, memory)
+    exact = {number: reader.take(sum(slot.leaf.nbytes for slot in groups[number])) for number in bad}
     reader.end()
+    return DeltaMove(coded, exact, symbols, position)
 
 
-def _grow(part: Part, flags: int, data: memoryview, nbytes: int, memory: Memory) -> Bytes:
-    """The packed symbols, `nbytes` of them."""
+def _apply_deltas(part: Part, moves: Sequence[DeltaMove], state: Floats) -> None:
+    """Groups do not touch each other, so many are done at once; each is moved on by one record after the other."""
+    bits, is_large = stored_bits(part.spec), sum(move.nbytes for move in moves) >= _SHARED_NBYTES
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1) if is_large else 1, "stepwell-decode") as pool:
+        each = pool.map if is_large else map
+        symbols = list(each(lambda move: move.symbols(), moves))
+
+        def work(numbered: tuple[int, list[Slot]]) -> None:
+            number, slots = numbered
+            places, due = [_place(slot, state) for slot in slots], list[tuple[Table, Bytes]]()
+            for move, packed in zip(moves, symbols, strict=True):
+                if number in move.exact:  # whatever came before
+                    due, values, start = [], np.frombuffer(move.exact[number], np.float32), 0
+                    for place in places:
+                        place[:] = values[start : start + place.size]
+                        start += place.size
+                elif number in move.coded:
+                    table, span = move.coded[number]
+                    due.append((table, packed[span]))
+            decode(places, due, bits)
+
+        for _ in each(work, enumerate(part.groups())):
+            pass
+
+
+def _grow(part: Part, flags: int, data: memoryview, nbytes: int, memory: Memory) -> Callable[[], Bytes]:
+    """What gives the packed symbols, `nbytes` of them."""
     reader = _Reader(data)
     if flags & HUFFMAN:
         bits = stored_bits(part.spec)
         if not nbytes:
             reader.end()
-            return np.empty(0, np.uint8)
+            return lambda: np.empty(0, np.uint8)
         if not flags & OLD_CODES:
             memory.lengths = huffman.load_table(reader.take(huffman.TABLE_NBYTES))
         if memory.lengths is None:
             raise DamagedError("a record uses a code table that no record before it has")
-        symbols = huffman.decode(reader.rest(), nbytes * 8 // bits, memory.lengths)
-        if symbols.max() >= 1 << bits:
-            raise DamagedError("a symbol is out of range")
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        joined: Bytes = np.bitwise_or.reduce(symbols.reshape(-1, 8 // bits) << shifts, axis=1, dtype=np.uint8)
-        return joined
+        lengths, coded = memory.lengths, reader.rest()
+        return lambda: _grow_huffman(coded, nbytes, bits, lengths)
     if flags & NEW_DICTIONARY:
         size = int.from_bytes(reader.take(4), "little")
         if size > frames.MOST_DICTIONARY_BYTES:
@@ -211,8 +252,17 @@ def _grow(part: Part, flags: int, data: memoryview, nbytes: int, memory: Memory)
         memory.dictionary = bytes(reader.take(size))
     if flags & DICTIONARY and not memory.dictionary:
         raise DamagedError("a record uses a dictionary that no record before it has")
-    dictionary = memory.dictionary if flags & DICTIONARY else b""
-    return np.frombuffer(frames.decompress(reader.rest(), nbytes, dictionary=dictionary), np.uint8)
+    dictionary, frame = memory.dictionary if flags & DICTIONARY else b"", reader.rest()
+    return lambda: np.frombuffer(frames.decompress(frame, nbytes, dictionary=dictionary), np.uint8)
+
+
+def _grow_huffman(data: memoryview, nbytes: int, bits: int, lengths: huffman.Lengths) -> Bytes:
+    symbols = huffman.decode(data, nbytes * 8 // bits, lengths)
+    if symbols.max() >= 1 << bits:
+        raise DamagedError("a symbol is out of range")
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    joined: Bytes = np.bitwise_or.reduce(symbols.reshape(-1, 8 // bits) << shifts, axis=1, dtype=np.uint8)
+    return joined
 
 
 class _Reader:

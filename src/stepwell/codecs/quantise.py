@@ -121,12 +121,14 @@ def encode(pieces: Sequence[Piece], table: Table, bits: int, out: Bytes) -> Outc
     return outcome
 
 
-def decode(states: Iterable[Floats], table: Table, bits: int, packed: Bytes) -> None:
-    """Add the packed symbols of a group to its state."""
-    decoder, position = Decoder(table, bits, _STRETCH), 0
+def decode(states: Iterable[Floats], moves: Sequence[tuple[Table, Bytes]], bits: int) -> None:
+    """Add packed symbols of a group to its state: of one record after the other, while a stretch is in the cache."""
+    decoders = {id(table): Decoder(table, bits, _STRETCH) for table, _ in moves}
+    position = 0
     for state in states:
         for start in range(0, state.size, _STRETCH):
             part = state[start : start + _STRETCH]
             nbytes = packed_nbytes(part.size, bits)
-            decoder.add(packed[position : position + nbytes], part)
+            for table, packed in moves:
+                decoders[id(table)].add(packed[position : position + nbytes], part)
             position += nbytes

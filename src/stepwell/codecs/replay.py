@@ -22,12 +22,14 @@ from stepwell.codecs.document import Document
 from stepwell.codecs.floats import AnyArray
 from stepwell.codecs.image import Image
 from stepwell.codecs.layout import State
-from stepwell.codecs.parts import Memory, apply
+from stepwell.codecs.parts import Memory, Move, apply, read
 from stepwell.codecs.record import HEAD_NBYTES, Head
 from stepwell.codecs.segment import BASE_NAME, Found, list_segments, read_records
 from stepwell.errors import ConfigError, DamagedError
 
 _MOST_DOCUMENT_BYTES: Final = 64 << 20
+_MOST_BATCH, _MOST_BATCH_BYTES = 16, 1 << 30
+"""Records that are applied together, and the memory that they may take for it."""
 
 
 @dataclass(frozen=True)
@@ -130,38 +132,88 @@ def restore(directory: Path, *, base: State | None = None, until: int | None = N
 def _replay(about: Document, path: Path, first: int, load: Callable[[], Image], until: int | None) -> _Attempt:
     """As far as one segment goes.
 
-    The digest is taken of the last state alone. Only if it is not the right one is every state looked at, to find the
-    first that is not. What a bad record left half applied, or led to, is made again without it.
+    Many records are applied at once, and the digest is taken of the last state alone. Only if something is wrong is
+    every state looked at, to find the first that is not good; what that left half applied is made again without it.
     """
     error, check_each = None, False
     while True:
         attempt = _advance(about, path, first, load(), until, check_each)
         attempt.error = error = attempt.error or error
-        is_sound = not attempt.is_half and (check_each or attempt.image.digest() == attempt.digest)
-        if is_sound or not attempt.number:
+        if not attempt.number and (check_each or not attempt.is_half):
             return attempt
-        until, check_each = attempt.number if attempt.is_half else until, True
+        if not attempt.is_half and (check_each or attempt.image.digest() == attempt.digest):
+            return attempt
+        until, check_each = attempt.number if check_each else until, True
+
+
+class _Batch:
+    """Records that were read and are yet to be applied, together."""
+
+    def __init__(self, about: Document) -> None:
+        self._about = about
+        self._memories = [Memory() for _ in about.parts]
+        self._moves: list[list[Move]] = []
+        self.is_skip = False
+
+    @property
+    def is_full(self) -> bool:
+        nbytes = sum(move.nbytes for moves in self._moves for move in moves)
+        return len(self._moves) >= _MOST_BATCH or nbytes >= _MOST_BATCH_BYTES
+
+    def add(self, found: Found) -> bytes:
+        """The next one. Returns its note. Raises DamagedError."""
+        about, is_skip = self._about, found.head.kind == record.SKIP
+        *sections, note = record.cut(found.body, found.head.parts + 1)
+        parts = [part.for_skip(about.skip) if is_skip else part for part in about.parts]
+        moves = [read(*each) for each in zip(parts, sections, self._memories, strict=True)]
+        noted = record.load_note(note)
+        self._moves.append(moves)
+        self.is_skip = is_skip
+        if is_skip:
+            self._memories = [Memory() for _ in about.parts]
+        return noted
+
+    def apply(self, image: Image) -> None:
+        """Raises DamagedError; what the image holds then is of no use."""
+        for number, part in enumerate(self._about.parts):
+            chosen = part.for_skip(self._about.skip) if self.is_skip else part
+            apply(chosen, [moves[number] for moves in self._moves], image.arrays[number])
+        self._moves.clear()
 
 
 def _advance(about: Document, path: Path, first: int, image: Image, until: int | None, check_each: bool) -> _Attempt:
-    done = _Attempt(image, 0, about.step, about.base, 0)
-    memories = [Memory() for _ in about.parts]
-    expected = first
+    done, at = _Attempt(image, 0, about.step, about.base, 0), _Attempt(image, 0, about.step, about.base, 0)
+    batch, expected = _Batch(about), first
+
+    def apply_all() -> None:
+        done.is_half = True
+        batch.apply(image)
+        if check_each:
+            _check(image, at.digest, str(path))
+        done.number, done.step, done.digest, done.note, done.replayed = (
+            at.number, at.step, at.digest, at.note, at.replayed
+        )  # fmt: skip
+        done.is_half = False
+
     try:
-        for found in read_records(path, about.most_record_nbytes):
-            _check_place(about, found.head, expected, done, str(path))
-            done.is_half = True
-            memories = _apply(about, found, done, memories)
-            if check_each:
-                _check(done.image, found.head.after, str(path))
-            done.is_half = False
-            done.number, done.step, done.digest = expected, found.head.step, found.head.after
-            done.replayed += 1
-            if expected == until:
-                break
-            expected += 1
-        if not done.number:
-            raise DamagedError(f"{path}: the file is empty", path=str(path), torn=True)
+        try:
+            for found in read_records(path, about.most_record_nbytes):
+                _check_place(about, found.head, expected, at, str(path))
+                at.note = batch.add(found)
+                at.number, at.step, at.digest, at.replayed = (
+                    expected, found.head.step, found.head.after, at.replayed + 1
+                )  # fmt: skip
+                # A skip record has codecs of its own.
+                if check_each or batch.is_skip or batch.is_full:
+                    apply_all()
+                if expected == until:
+                    break
+                expected += 1
+            if not at.number:
+                raise DamagedError(f"{path}: the file is empty", path=str(path), torn=True)
+        finally:
+            if at.number > done.number and not done.is_half:
+                apply_all()
     except DamagedError as error:
         torn = bool(error.fields.get("torn", False))
         done.error = DamagedError(f"record {expected}: {error}", path=str(path), torn=torn, number=expected)
@@ -183,15 +235,6 @@ def _check_place(about: Document, head: Head, expected: int, done: _Attempt, pat
         raise DamagedError(f"{path}: it belongs to another chain", path=path)
     if head.before != done.digest or head.step <= done.step:
         raise DamagedError(f"{path}: it is for another state than the one before it", path=path)
-
-
-def _apply(about: Document, found: Found, done: _Attempt, memories: list[Memory]) -> list[Memory]:
-    head, is_skip = found.head, found.head.kind == record.SKIP
-    *sections, note = record.cut(found.body, head.parts + 1)
-    for part, section, array, memory in zip(about.parts, sections, done.image.arrays, memories, strict=True):
-        apply(part.for_skip(about.skip) if is_skip else part, section, array, memory)
-    done.note = record.load_note(note)
-    return [Memory() for _ in about.parts] if is_skip else memories
 
 
 def _check(image: Image, expected: bytes, path: str) -> None:

@@ -269,3 +269,19 @@ def test_nothing_is_said_of_a_chain_that_went_while_it_was_read(run_dir: Path, m
 def test_a_run_without_deltas_needs_no_numpy() -> None:
     program = "import sys; sys.modules['numpy'] = None; import stepwell; stepwell.Checkpointer"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=False).returncode == 0
+
+
+def test_a_chain_without_its_base_goes_in_a_run_without_deltas(run_dir: Path) -> None:
+    """A process died between the two, and the next one has no use for chains."""
+    run = chained(run_dir)
+    train(run, 10)
+    run.ckpt.close()
+    left = run_dir / "chains" / CheckpointId(1, 0, 1).directory
+    left.mkdir(exist_ok=True)
+    (left / "00000001.seg").write_bytes(b"what is left")
+    for manifest in run_dir.glob(f"{left.name}/manifest.json"):
+        manifest.unlink()
+    again = Wide(run_dir, {"policy": stepwell.Every(steps=2)})
+    assert again.ckpt.restore()
+    again.ckpt.close()
+    assert not left.exists() and find_chains(RunPaths(run_dir)), "another one stays"

@@ -16,7 +16,7 @@ from tests.crash.scenes import Scene, Victim, play
 
 SLOW = {"TRAIN_PACE": "0.1"}
 """A busy machine needs a while for the first base."""
-SHORT = ("both-at-chain.appended-3", "agent-at-chain.begin-3", "trainer-at-chain.appended-3")
+SHORT = ("both-at-chain.appended-3", "both-at-chain.writing-3", "agent-at-chain.begin-3", "trainer-at-chain.appended-3")
 
 
 def scenes() -> list[object]:

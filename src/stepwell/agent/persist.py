@@ -25,6 +25,7 @@ from stepwell.format.checksum import BLOCK_BYTES, PART_BYTES
 from stepwell.format.manifest import Manifest, RecordRef, Void
 from stepwell.format.record import FileEntry, Record, check_file_name
 from stepwell.store import assemble, catalog, commit, files, retention
+from stepwell.store.chains import remove_orphans
 from stepwell.store.lineage import newest_number
 from stepwell.store.objects import Location
 from stepwell.store.paths import RunPaths
@@ -249,6 +250,7 @@ class Persister:
         is_clean = self._remove(lineage, left)
         if newest_number(self.paths) == lineage:
             retention.remove_strays(self.paths, entries, lineage)
+            remove_orphans(self.paths)
         return is_clean
 
     def close(self) -> None:

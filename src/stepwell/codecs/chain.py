@@ -33,6 +33,7 @@ from stepwell.codecs.record import Head, Pieces, body_digest
 from stepwell.codecs.replay import read_base
 from stepwell.codecs.segment import BASE_NAME, Appender, list_segments, segment_name, sync_directory
 from stepwell.errors import ConfigError, DamagedError, PersistError
+from stepwell.faults import crash_point
 
 _SETTLED: Final = 16
 """From this record on the error says something: at first nearly all of a small way is missing."""
@@ -80,6 +81,7 @@ class ChainWriter:
         image = Image.of(parts, state, away if base is not None else ())
         about = Document(parts, deltas.skip, step, image.digest(), base is not None)
         directory.mkdir()
+        crash_point("chain.started")
         if base is None:
             _write_base(directory, about, image)
             image = image.without(away)

@@ -16,6 +16,7 @@ from typing import BinaryIO, Final
 
 from stepwell.codecs.record import HEAD_NBYTES, Head, body_digest
 from stepwell.errors import DamagedError, PersistError
+from stepwell.faults import crash_point
 
 BASE_NAME: Final = "base.bin"
 _NAME: Final = re.compile(r"([0-9]{8,19})\.seg")
@@ -55,7 +56,9 @@ class Appender:
             raise PersistError(f"{self.path} is closed", path=str(self.path))
         try:
             is_first = os.lseek(self._fd, 0, os.SEEK_END) == 0
-            for piece in pieces:
+            for number, piece in enumerate(pieces):
+                if number == 1:
+                    crash_point("chain.writing")
                 _write(self._fd, memoryview(piece))
             os.fsync(self._fd)
             if is_first:

@@ -51,6 +51,16 @@ def remove_chains(paths: RunPaths, keep: Collection[CheckpointId], newest: int) 
             remove_chain(paths.root, id)
 
 
+def remove_orphans(paths: RunPaths) -> None:
+    """Remove chains whose base is gone: a process died between the two."""
+    if isinstance(paths.root, ObjectPath) or not files.is_directory(paths.root / "chains"):
+        return
+    for name in files.list_names(paths.root / "chains"):
+        id = CheckpointId.parse(name)
+        if id is not None and not files.exists(paths.manifest(id)):
+            remove_chain(paths.root, id)
+
+
 def remove_chain(root: Location, base: CheckpointId) -> None:
     """Remove the records against a base, if there are some."""
     path = root / "chains" / base.directory

@@ -110,7 +110,8 @@ def _bring_back(paths: RunPaths, base: CheckpointId, until: int, least: int, log
         raise DamagedError(f"{path}: it ends at step {state.step}: {state.stopped}", path=str(path))
     for leaf in _live(record):
         value = state.leaves[leaf.name]
-        image[leaf.start : leaf.end] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        if not np.may_share_memory(value, image):  # else it is the base's own
+            image[leaf.start : leaf.end] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     facts = _facts(state.note, str(path))
     codec, stopped = _codec(path), state.stopped
     log.emit(Lossy(step=state.step, base=base.directory, records=state.number, codec=codec, stopped=stopped))

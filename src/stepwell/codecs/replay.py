@@ -36,7 +36,7 @@ _MOST_BATCH, _MOST_BATCH_BYTES = 16, 1 << 30
 class Restored:
     """The last good state, and the note of its record. number 0 is the base, which has none. `stopped`: why it is not a
     later one, or None if all records are good; `is_torn`: that looks like a crash while the last record was written,
-    and no durable record is lost by it.
+    and no durable record is lost by it. Leaves that no record has are those of the base, as it was given.
     """
 
     number: int
@@ -107,11 +107,12 @@ def restore(directory: Path, *, base: State | None = None, until: int | None = N
     if about.is_external and base is None:
         raise ConfigError(f"{directory}: the base of this chain is kept elsewhere; give its state as base=")
 
+    held = [number for number, part in enumerate(about.parts) if part.is_held]  # no record changes these
+
     def load() -> Image:
         if base is None:
             return read_base(directory, about)
-        image = Image(about.parts)
-        image.fill(image.split(base))
+        image = Image.of(about.parts, base, held)
         _check(image, about.base, "the base that was given")
         return image
 
@@ -125,8 +126,8 @@ def restore(directory: Path, *, base: State | None = None, until: int | None = N
             missing = f"records {attempt.number + 1} to {_first_of(problems[-1]) - 1} are missing"
             problems.append(DamagedError(f"{path}: {missing}", path=str(path), torn=False))
         if attempt.number:
-            return _result(about, attempt, problems)
-    return _result(about, _Attempt(load(), 0, about.step, about.base, 0), problems)
+            return _result(about, attempt, problems, base)
+    return _result(about, _Attempt(load(), 0, about.step, about.base, 0), problems, base)
 
 
 def _replay(about: Document, path: Path, first: int, load: Callable[[], Image], until: int | None) -> _Attempt:
@@ -252,9 +253,10 @@ def _first_of(problem: DamagedError) -> int:
     return number
 
 
-def _result(about: Document, attempt: _Attempt, problems: list[DamagedError]) -> Restored:
+def _result(about: Document, attempt: _Attempt, problems: list[DamagedError], base: State | None) -> Restored:
+    leaves = {**(base or {}), **attempt.image.leaves()}
     is_exact = attempt.number == 0 or all(part.spec.is_exact for part in about.parts)
     stopped = f"stopped after record {attempt.number}: {'; '.join(map(str, problems))}" if problems else None
     is_torn = bool(problems) and all(problem.fields.get("torn") for problem in problems)
-    return Restored(attempt.number, attempt.step, is_exact, attempt.image.leaves(), attempt.digest, stopped, is_torn,
+    return Restored(attempt.number, attempt.step, is_exact, leaves, attempt.digest, stopped, is_torn,
                     attempt.replayed, attempt.note)  # fmt: skip

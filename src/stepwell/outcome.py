@@ -70,10 +70,13 @@ class Outcomes:
         """Where slots are given back."""
         self._snapshotter = snapshotter
         if snapshotter.symbols is not None:
-            snapshotter.symbols.on_due = self._note_due
+            snapshotter.symbols.on_due = self._ask_for_base
 
-    def _note_due(self) -> None:
-        self.is_due_again = True
+    def _ask_for_base(self) -> bool:
+        """Any thread: there are no records until the next one. False: it may be on its way."""
+        is_asked = not self.uploads.is_busy()
+        self.is_due_again = self.is_due_again or is_asked
+        return is_asked
 
     def on_settled(self, inflight: Inflight) -> None:
         """Copier thread: a snapshot is complete, or void."""
@@ -114,17 +117,11 @@ class Outcomes:
                 self.uploads.fail(sequence, PersistError(message["error"], step=message["step"]))
         elif kind == "flushed":
             self.shared_step = message["step"]
-        elif kind == "delta":
-            self.delta_step = message["step"]
         elif kind == "base_due":
-            self._note_due()
-        elif kind in ("rebased", "chain_over"):
-            symbols = self._snapshotter.symbols
-            assert symbols is not None
-            if kind == "rebased":
-                symbols.on_rebased(sequence, message["base"])
-            else:
-                symbols.on_over(message["base"])
+            # One that is streamed is never in memory, and cannot be the base of a chain.
+            self.is_due_again = self.is_due_again or not self._snapshotter.pool.is_streaming
+        elif kind in ("delta", "rebased", "chain_over"):
+            self._on_chain(message)
         elif kind == "replaced":
             if self._snapshotter.symbols is not None:
                 self._snapshotter.symbols.on_over()  # the chain went with the agent before
@@ -136,3 +133,17 @@ class Outcomes:
             self.on_lost()
         if self._snapshotter.pool.is_streaming:
             self._snapshotter.answers.put(message)  # the training thread waits for it
+
+    def _on_chain(self, message: Message) -> None:
+        """A chain has begun, has a record more, or is over."""
+        symbols = None if self._snapshotter is None else self._snapshotter.symbols
+        if message["type"] == "delta":
+            self.delta_step = message["step"]
+        if symbols is None:
+            return
+        if message["type"] == "delta":
+            symbols.on_appended()
+        elif message["type"] == "rebased":
+            symbols.on_rebased(message["sequence"], message["base"])
+        else:
+            symbols.on_over(message["base"])

@@ -94,6 +94,29 @@ def _let_go(pending: Pending) -> None:
     pending.is_held = False
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_base_that_is_held_makes_room(is_early: bool, arena: Arena, tmp_path: Path) -> None:
+    """While the disk fails the other slots may all be full, and a save would wait for ever."""
+    worker, item = Worker(), snapshot(arena, 1, durable=True, delta=False, coded=[0])
+    log = EventLog(tmp_path / "events.jsonl", who="agent")
+    chainer = worker.chainer = Chainer(
+        stepwell.Deltas(device=True), RunPaths(tmp_path), log, 1, lock=worker.lock, queue=worker.queue, say=worker._say
+    )
+    worker.queue.add(item)
+    item.is_done = item.is_held = True
+    if is_early:  # before the base is one
+        worker.make_room()
+    chainer.rebase(item)
+    if not is_early:
+        assert worker.queue.collect(None) == [], "the trainer is to read it"
+        worker.make_room()
+    assert worker.queue.collect(None) == [item]
+    base = item.id.directory
+    assert [message["type"] for message in worker.outbox] == ["rebased", "chain_over"]
+    assert {message["base"] for message in worker.outbox} == {base} and chainer._next is None
+    log.close()
+
+
 def test_a_successor_without_deltas_gets_the_slot_back(arena: Arena) -> None:
     worker, item = Worker(), snapshot(arena, 1, durable=True, delta=False)
     worker.queue.add(item)

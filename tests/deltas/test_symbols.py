@@ -50,6 +50,8 @@ def train_chained(run: Wide, steps: int) -> dict[int, State]:
     """So many steps after the first record. Returns the state after every step."""
     truth = train(run, 3)  # which saves the first of them, until there is a record
     until(lambda: truth.update(train(run, 3)) or run.events("delta"))
+    # Until nothing older is under way: from here on no step has to be left out.
+    until(lambda: truth.update(train(run, 1, is_chained=True)) or run.ckpt.status().delta_step == max(truth))
     return truth | train(run, steps, is_chained=True)
 
 
@@ -113,8 +115,12 @@ def test_a_dead_agent_costs_the_chain(run: Wide, coders: list[HostCoder], tmp_pa
     again.ckpt.close(save=False)
 
 
-def test_a_change_before_the_gate_voids_the_record_and_asks_for_a_base(run: Wide, coders: list[HostCoder]) -> None:
+@pytest.mark.parametrize("seen_by", ["version guard", "verify_snapshots"])
+def test_a_change_before_the_gate_voids_the_record_and_asks_for_a_base(
+    seen_by: str, run_dir: Path, coders: list[HostCoder]
+) -> None:
     """The coder has moved on: nothing may follow on what is not in the chain."""
+    run = coded(run_dir, verify_snapshots=seen_by == "verify_snapshots")
     train_chained(run, 6)
     before = run.events("delta")[-1]["step"]
 
@@ -123,27 +129,65 @@ def test_a_change_before_the_gate_voids_the_record_and_asks_for_a_base(run: Wide
             return  # nothing is on its way
         until(lambda: coders[0].is_pending)
         handle.remove()
+        weight = run.model[2].weight
         with torch.no_grad():
-            run.model[2].weight.add_(1)
+            (weight.data if seen_by == "verify_snapshots" else weight).add_(1)  # the first has a version of its own
         coders[0].may_finish.set()
 
     coders[0].may_finish.clear()  # the symbols are still on their way
     now, bases = run.ckpt.status().step, coders[0].bases
     handle = run.model[2].register_forward_pre_hook(spoil)
     until(lambda: train(run, 2) and any(event["step"] > now + 6 for event in run.events("delta")))
-    voids = [event["step"] for event in run.events("snapshot-void")]
-    assert len(voids) == 1 and voids[0] > before
-    after = {event["base"] for event in run.events("delta") if event["step"] > voids[0]}
+    voids = run.events("snapshot-void")
+    assert [event["seen_by"] for event in voids] == [seen_by] and voids[0]["step"] > before
+    after = {event["base"] for event in run.events("delta") if event["step"] > voids[0]["step"]}
     assert len(after) == 1 and coders[0].bases == bases + 1
+    run.ckpt.close(save=False)
 
 
-def test_other_leaves_need_another_base(run: Wide, coders: list[HostCoder], tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1500, 500_000], ids=["same arena", "larger one"])
+def test_other_leaves_need_another_base(size: int, run: Wide, coders: list[HostCoder]) -> None:
+    """The old arena takes its bases along, and the agent has a chain yet: only the trainer knows that it is over."""
     train_chained(run, 6)
-    run.optimizer.add_param_group({"params": [extra := torch.nn.Parameter(torch.ones(1500))]})
+    run.optimizer.add_param_group({"params": [extra := torch.nn.Parameter(torch.ones(size))]})
     run.model.register_parameter("extra", extra)
-    extra.grad = torch.ones(1500)
+    extra.grad = torch.ones(size)
     train_into_another_chain(run, is_told=False)
     assert len(coders) == 2 and "model/extra" in readers_state(coders[1])
+
+
+class Changing:
+    """Its tensor has another shape at every step."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        self.count += 1
+        return {"values": torch.zeros(self.count % 7)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        pass
+
+
+def test_a_base_that_came_to_no_record_is_not_asked_for_at_once_again(run_dir: Path, coders: list[HostCoder]) -> None:
+    """Else every second step would be a checkpoint."""
+    run = coded(run_dir, changing=Changing())
+    train(run, 30)
+    assert any("changed" in event["reason"] for event in run.events("delta-skipped"))
+    assert len(run.events("commit")) < 5
+    run.ckpt.close(save=False)
+
+
+def test_leaves_that_are_not_at_rest_any_more_are_left_to_the_host(run: Wide, coders: list[HostCoder]) -> None:
+    """With the same names, types and shapes: the layout does not tell."""
+    train_chained(run, 6)
+    with torch.no_grad():
+        weight = run.model[2].weight
+        weight.data = weight.t().contiguous().t()
+    train_into_another_chain(run, is_told=False)
+    assert [event["where"] for event in run.events("coding")] == ["cpu", "host"]
+    assert "has gaps" in run.events("coding")[-1]["reason"] and not run.events("snapshot-void")
 
 
 def test_values_that_cannot_be_coded_end_the_chain(run: Wide, coders: list[HostCoder], tmp_path: Path) -> None:
@@ -158,7 +202,37 @@ def test_values_that_cannot_be_coded_end_the_chain(run: Wide, coders: list[HostC
     again.ckpt.close(save=False)
 
 
-@pytest.mark.parametrize("why", ["room", "place"])
+def test_records_wait_where_snapshots_do(run_dir: Path, coders: list[HostCoder]) -> None:
+    """What changes parameters unseen by hooks and versions is safe with that."""
+    run = coded(run_dir, snapshot="blocking")
+    train_chained(run, 3)
+    assert {event["strategy"] for event in run.events("snapshot")} == {"blocking"}
+    run.ckpt.close(save=False)
+
+
+def test_where_saves_are_streamed_no_base_is_asked_for(run_dir: Path, coders: list[HostCoder]) -> None:
+    """A streamed one is never in memory as a whole: each would cost a stop of training, and lead to no chain."""
+    run = coded(run_dir, host_memory=500_000)
+    train(run, 3)
+    run.ckpt._outcomes.is_due_again = False
+    run.ckpt._outcomes.on_agent({"type": "base_due", "reason": "there is no base yet"})
+    assert not run.ckpt._outcomes.is_due_again
+    assert "streamed" in run.events("delta-skipped")[-1]["reason"]
+    run.ckpt.close(save=False)
+
+
+def test_with_one_slot_the_host_codes(run_dir: Path, coders: list[HostCoder]) -> None:
+    """A base that is held in it would leave no room for the record that reads it, nor for any checkpoint."""
+    run = coded(run_dir, host_memory=2_000_000)
+    for _ in range(3):
+        train(run, 2)
+        run.ckpt.save().upload_completion.result(60)
+    assert [event["slots"] for event in run.events("arena")] == [1]
+    assert [event["where"] for event in run.events("coding")] == ["host"] and not coders
+    run.ckpt.close()
+
+
+@pytest.mark.parametrize("why", ["room", "place", "compiler"])
 def test_without_a_device_the_host_codes(
     why: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -170,10 +244,18 @@ def test_without_a_device_the_host_codes(
             raise RoomError("the device has no memory for a copy of 4 bytes")
 
         monkeypatch.setattr(symbols, "make_coder", refuse)
+    if why == "compiler":
+        use_host_coder(monkeypatch)
+
+        def fail(*_: object, **__: object) -> None:
+            raise subprocess.CalledProcessError(1, "gcc")  # as Triton does at the first use of a kernel
+
+        monkeypatch.setattr(HostCoder, "encode", fail)
     run = coded(run_dir)
-    train_chained(run, 10)
-    assert run.events("coding")[0]["where"] == "host"
-    assert ("no memory" if why == "room" else "on cpu") in run.events("coding")[0]["reason"]
+    train(run, 3)
+    until(lambda: train(run, 1) and run.events("delta"))
+    assert run.events("coding")[-1]["where"] == "host"
+    assert {"room": "no memory", "place": "on cpu", "compiler": "gcc"}[why] in run.events("coding")[-1]["reason"]
     again = coded(crashed(run, tmp_path / "left"))
     told = again.events("delta")[-1]["step"]
     assert again.ckpt.restore(prefer="newest") and again.ckpt.status().step >= told > 2

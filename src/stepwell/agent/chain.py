@@ -109,6 +109,20 @@ class Chainer:
         if self._held is not None and sequence in (None, self._held.sequence):
             self._held.is_held, self._held = False, None
 
+    def make_room(self) -> None:
+        """A newer snapshot waits for a slot, and will be a base itself: the trainer, which reads the one that is held
+        with its next record, need not wait for the disk to have it. Under the lock.
+        """
+        if self._held is None:
+            return
+        base, chain = self._held.id, self._next
+        if chain is not None and chain.base == base:
+            chain.writer.close()
+            self._next = None
+        self._log.emit(events.ChainEnded(base=base.directory, reason="a newer snapshot had no slot"))
+        self._say({"type": "chain_over", "base": base.directory})  # before the slot is given back
+        self.let_go()
+
     def rebase(self, pending: Pending) -> None:
         """A checkpoint is committed and its slot still holds it: records against it follow. The worker's thread.
 
@@ -123,6 +137,8 @@ class Chainer:
             if chain is not None and chain.coded and not self._is_closed:
                 self._held, pending.is_held = pending, True
                 self._say({"type": "rebased", "sequence": pending.sequence, "base": pending.id.directory})
+                if self._queue.is_room_wanted:
+                    self.make_room()
             self._lock.notify_all()
 
     def _make(self, pending: Pending) -> _Open | None:
@@ -246,7 +262,7 @@ class Chainer:
         """
         now = time.monotonic()
         with self._lock:
-            if not is_urgent and (self._next is not None or now < self._based_at + _ASK_SECONDS):
+            if self._next is not None or (not is_urgent and now < self._based_at + _ASK_SECONDS):
                 return
             if now > self._asked_at + _ASK_SECONDS and not self._queue.is_waiting():
                 self._asked_at = now

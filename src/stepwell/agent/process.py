@@ -225,8 +225,7 @@ class Agent:
         self.worker.note_taken(message["sequence"])
 
     def _do_make_room(self, message: Message) -> None:
-        with self._lock:
-            self.worker.queue.is_room_wanted = True
+        self.worker.make_room()
 
     def _do_close(self, message: Message) -> None:
         self._closing = True

@@ -140,6 +140,13 @@ class Worker:
             if self.chainer is not None:
                 self.chainer.let_go(sequence)
 
+    def make_room(self) -> None:
+        """A snapshot that is to be written has no slot."""
+        with self.lock:
+            self.queue.is_room_wanted = True
+            if self.chainer is not None:
+                self.chainer.make_room()
+
     def wait_symbols(self) -> None:
         """Until what came coded is in its chain: who goes on from there reads it."""
         with self.lock:

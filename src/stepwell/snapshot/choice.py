@@ -24,8 +24,13 @@ class Choice:
         self._present: Strategy | None = None
         self._waits: dict[str, float] = {}
 
-    def choose(self, arrangement: Arrangement, step: int) -> Strategy:
-        """Blocking after a void snapshot; on the device where that is wished for, or measured to wait less."""
+    def choose(self, arrangement: Arrangement, step: int, *, is_coded: bool = False) -> Strategy:
+        """Blocking after a void snapshot; on the device where that is wished for, or measured to wait less.
+
+        is_coded:  symbols are made of the live tensors: a clone of them would help nobody
+        """
+        if is_coded:
+            return "blocking" if self._wanted == "blocking" else "overlap"
         if self.is_blocking_next or self._wanted == "blocking":
             self.is_blocking_next = False
             return "blocking"

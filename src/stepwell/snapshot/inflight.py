@@ -91,6 +91,8 @@ class Inflight:
     samples: list[tuple[list[str], list[int], torch.Tensor]] = field(default_factory=list)
     copies: list[Taken] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
+    coded: dict[str, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    """Live tensors that are coded and not copied, with their digests at the trigger; as `digests` only to verify."""
     started: float = field(default_factory=time.monotonic)
     stall_seconds: float = 0.0
     suspects: list[str] = field(default_factory=list)
@@ -104,7 +106,12 @@ class Inflight:
     @property
     def needs_host_wait(self) -> bool:
         """Leaves on the CPU are copied by the host: the optimizer has to wait there."""
-        return not self.host.copied.is_set() or bool(self.digests)
+        return not self.host.copied.is_set() or self.is_verified
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether contents are compared: nothing may change before that is done."""
+        return bool(self.digests or self.coded)
 
     def look(self) -> None:
         """Let the guard look, once: at the gate, or when the copy is done if no step came before."""
@@ -121,7 +128,7 @@ class Inflight:
         if self.done.is_set():
             return 0.0
         started = time.monotonic()
-        if self.digests:
+        if self.is_verified:
             self.wait()
         else:
             self.wait_host()
@@ -176,7 +183,7 @@ class Inflight:
             if self.void is not None:
                 self.arena.set_verdict(self.slot, self.sequence, is_good=False)  # last: the agent lets go at once
             self.done.set()
-            self.samples, self.copies, self.guard = [], [], Guard()  # let go of the user's tensors
+            self.samples, self.copies, self.coded, self.guard = [], [], {}, Guard()  # let go of the user's tensors
         if self.void is None:
             self.staged.set_result(None)
         else:
@@ -192,6 +199,9 @@ class Inflight:
             self.void = Void(self.changed_frozen[0], "fingerprint of a frozen leaf")
         for name, digest in self.digests.items():
             if content_digest(self.plan.view(self.arena, self.slot, name)) != digest and self.void is None:
+                self.void = Void(name, "verify_snapshots")
+        for name, (tensor, digest) in self.coded.items():
+            if content_digest(tensor) != digest and self.void is None:
                 self.void = Void(name, "verify_snapshots")
         self.suspects = flagged + list(self.host.suspects)
 

@@ -116,7 +116,7 @@ class Snapshotter:
             for device, program in arrangement.kept_devices():
                 self._device.rehearse(device, program, images)
             if self.symbols is not None:
-                self.symbols.prepare(arrangement, images[generation, 0])
+                self.symbols.prepare(arrangement, arena, images[generation, 0])
 
     def _let_go(self) -> None:
         self._arranger.let_go()
@@ -156,6 +156,8 @@ class Snapshotter:
             if not self.pool.wait_prepared():
                 raise PersistError("there is no host memory left for a snapshot, not even for a streamed one")
             arrangement = self.prepare(flat)
+        if self.pool.is_streaming and not meta["durable"]:
+            return self.pool.reason  # then nothing stays in memory
         record = self.symbols.begin(flat, arrangement) if meta["delta"] and self.symbols is not None else None
         if isinstance(record, str):
             return record
@@ -163,8 +165,8 @@ class Snapshotter:
         if arrangement.plan.number not in self._sent_plans:
             self._client.send_layout({**arrangement.plan.message(), "is_partial": record is not None})
             self._sent_plans.add(arrangement.plan.number)
-        if self.pool.is_streaming:  # then nothing stays in memory
-            return self._take_streamed(flat, arrangement, meta) if meta["durable"] else self.pool.reason
+        if self.pool.is_streaming:
+            return self._take_streamed(flat, arrangement, meta)
         slot = self._claim(meta, block=block)
         if slot is None:
             return "all slots are still being written: storage does not keep up"
@@ -224,7 +226,7 @@ class Snapshotter:
             slot=slot.index,
             arena=arena,
             plan=plan,
-            strategy=self._choice.choose(arrangement, meta["step"]) if record is None else "overlap",
+            strategy=self._choice.choose(arrangement, meta["step"], is_coded=record is not None),
             repeat=meta.get("repeat", 0),
             is_durable=meta["durable"],
             is_symbols=record is not None,
@@ -256,6 +258,7 @@ class Snapshotter:
     def _code(self, inflight: Inflight, arrangement: Arrangement, record: Record | None) -> dict[str, Any]:
         """What a device has to code, and what the agent has to know of that."""
         if record is not None and self.symbols is not None:
+            inflight.coded = record.digests() if self._verify else {}
             inflight.jobs.append(self.symbols.start(record, self._image(inflight.arena, inflight.slot)))
             return {"symbols": record.message()}
         if self.symbols is not None and inflight.is_durable:

@@ -37,7 +37,7 @@ test-azure: $(STAMP)
 # Kernels by Triton's interpreter, on the CPU.
 test-triton: $(STAMP)
 	@test -d build/triton/triton || $(PIP_INSTALL) --no-deps --constraint constraints.txt --target build/triton triton
-	@PYTHONPATH=$(CURDIR)/build/triton $(PY) -m pytest -n 2 tests/codecs/test_device.py tests/benchmarks/test_lc.py -k device
+	@PYTHONPATH=$(CURDIR)/build/triton $(PY) -m pytest -n 2 tests/codecs/test_device.py tests/deltas/test_device.py tests/benchmarks/test_lc.py -k device
 
 demo: $(STAMP)
 	@echo "training on handwritten digits twice: once uninterrupted, once with five kills (about a minute)"

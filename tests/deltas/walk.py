@@ -25,11 +25,13 @@ SECONDS = 60.0
 class Wide(Small):
     """Enough parameters that a record is small beside a base."""
 
+    device = "cpu"
+
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(8, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 128), torch.nn.Linear(128, 1)
-        )
+        ).to(self.device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.numbers = Numbers()
         self.loader = DataLoader(self.numbers, batch_size=4, shuffle=True)

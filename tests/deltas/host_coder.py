@@ -35,9 +35,9 @@ class HostCoder:
         self.memory = Memory()
         self.bases += 1
 
-    def encode(self, tensors: Sequence[torch.Tensor], *, room: torch.Tensor) -> None:
+    def encode(self, tensors: Sequence[torch.Tensor], *, reuse: bool = True, room: torch.Tensor) -> None:
         values = [tensor.detach().numpy().reshape(-1) for tensor in tensors]
-        self.coded = make_symbols(self.part, values, self.image.arrays[0], self.memory, reuse=True)
+        self.coded = make_symbols(self.part, values, self.image.arrays[0], self.memory, reuse=reuse)
         self.is_pending = True
         lines, position, out = iter(self.coded.packed), 0, room.numpy()
         out[:] = 0xEE  # of what is not used

@@ -117,6 +117,25 @@ def test_a_base_that_is_held_makes_room(is_early: bool, arena: Arena, tmp_path: 
     log.close()
 
 
+def test_a_base_that_came_to_no_record_is_not_asked_for_at_once_again(arena: Arena, tmp_path: Path) -> None:
+    """Where no record can be appended, every second step would be a checkpoint."""
+    said, queue, lock = list[Any](), PendingQueue(), threading.Condition()
+    log = EventLog(tmp_path / "events.jsonl", who="agent")
+    chainer = Chainer(stepwell.Deltas(), RunPaths(tmp_path), log, 1, lock=lock, queue=queue, say=said.append)
+
+    def asked_after(step: int, record: int | None = None) -> int:
+        chainer.rebase(snapshot(arena, step, durable=True, delta=False))
+        if record is not None:
+            assert chainer._append(snapshot(arena, record)) == [{"type": "delta", "step": record}]
+        chain, chainer._next = chainer._chain or chainer._next, None
+        assert chain is not None
+        chainer._end(chain, "a failure")
+        return len(said)
+
+    assert [asked_after(1), asked_after(2), asked_after(3, record=4)] == [1, 1, 2]
+    log.close()
+
+
 def test_a_successor_without_deltas_gets_the_slot_back(arena: Arena) -> None:
     worker, item = Worker(), snapshot(arena, 1, durable=True, delta=False)
     worker.queue.add(item)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,13 @@ import torch
 
 import stepwell
 from stepwell.chains import find_chains
+from stepwell.codecs.given import _kinds
+from stepwell.codecs.groups import AGAIN
 from stepwell.errors import RoomError
 from stepwell.snapshot import symbols
+from stepwell.snapshot.arrange import Arranger
+from stepwell.state.capture import Capture
+from stepwell.state.tracked import track
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
 from tests.crash.harness import wait_for
@@ -89,6 +95,13 @@ def test_moments_may_be_coded_by_the_agent(bits: int, run_dir: Path, coders: lis
         each.ckpt.close(save=False)
 
 
+def test_tables_are_made_anew_where_that_is_asked_for(run_dir: Path, coders: list[HostCoder]) -> None:
+    run = coded(run_dir, replace(HELD, reuse_tables=False))
+    train_chained(run, 3)
+    assert AGAIN not in _kinds(coders[0].coded.heads)
+    run.ckpt.close(save=False)
+
+
 def test_a_new_base_is_read_from_its_slot(run: Wide, coders: list[HostCoder], tmp_path: Path) -> None:
     """Records go on against the old one until the agent has begun the next chain."""
     train_chained(run, 6)
@@ -154,6 +167,21 @@ def test_other_leaves_need_another_base(size: int, run: Wide, coders: list[HostC
     extra.grad = torch.ones(size)
     train_into_another_chain(run, is_told=False)
     assert len(coders) == 2 and "model/extra" in readers_state(coders[1])
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_of_what_goes_beside_only_parameters_make_a_record_suspect(is_partial: bool) -> None:
+    """As of the whole state: what an optimizer has may be infinite. Without any parameter it is all there is to see."""
+    model = torch.nn.Linear(40, 40, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(40)).sum().backward()
+    optimizer.step()
+    tracked = track({"model": model, "optimizer": optimizer})
+    flat = Capture(tracked).flatten({})
+    kept = [leaf for leaf in flat.leaves if leaf.name.startswith("optimizer/")]
+    arranger = Arranger(tracked, lambda: 1, is_partial=is_partial)
+    plan = arranger.arrange(replace(flat, leaves=kept, fixed_count=0)).plan
+    assert bool(plan.checked) is not is_partial
 
 
 class Changing:

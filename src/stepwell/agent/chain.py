@@ -132,7 +132,7 @@ class Chainer:
         with self._lock:
             pending.is_held = False
             if chain is not None:
-                self._next, self._asked_at, self._based_at = chain, -_ASK_SECONDS, time.monotonic()
+                self._next, self._based_at = chain, time.monotonic()
                 self.let_go()
             if chain is not None and chain.coded and not self._is_closed:
                 self._held, pending.is_held = pending, True
@@ -234,6 +234,7 @@ class Chainer:
                 seconds=time.monotonic() - started,
             )
         )
+        self._asked_at = -_ASK_SECONDS
         if why is not None:
             self._ask(why, is_urgent=False)
         return [{"type": "delta", "step": step}]
@@ -256,7 +257,7 @@ class Chainer:
             return self._chain if self._chain is not None and self._chain.takes(pending) else None
 
     def _ask(self, reason: str, *, is_urgent: bool = True) -> None:
-        """For a base: once, until there is one or that takes too long, since it may have come to nothing.
+        """For a base: once, until one has a record or that takes too long, since it may have come to nothing.
 
         Not urgent: the chain only gets long. Then not soon after the last one, since each costs a whole checkpoint.
         """

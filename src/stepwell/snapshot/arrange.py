@@ -79,10 +79,14 @@ class _Kept:
 
 
 class Arranger:
-    """Finds the arrangement for each snapshot. `number` gives the next number of a plan."""
+    """Finds the arrangement for each snapshot.
 
-    def __init__(self, tracked: Sequence[Tracked], number: Callable[[], int]) -> None:
-        self._tracked = tracked
+    number:      gives the next number of a plan
+    is_partial:  of what goes into a slot beside leaves that are coded
+    """
+
+    def __init__(self, tracked: Sequence[Tracked], number: Callable[[], int], *, is_partial: bool = False) -> None:
+        self._tracked, self._is_partial = tracked, is_partial
         self._number = number
         self.fingerprints = Fingerprints()
         self.not_frozen: set[str] = set()
@@ -141,7 +145,7 @@ class Arranger:
             self.not_frozen.update(moved)
             roles = self._roles(flat.leaves)
         if self._plan is None or signature(flat.leaves, roles) != self._plan.signature:
-            self._plan = make_plan(self._number(), flat.leaves, roles)
+            self._plan = make_plan(self._number(), flat.leaves, roles, is_partial=self._is_partial)
         count = flat.fixed_count if flat.fixed is not None else 0
         fixed = make_program(flat.leaves[:count], roles[:count], self._plan)
         rest = make_program(flat.leaves[count:], roles[count:], self._plan)

@@ -86,8 +86,11 @@ def signature(leaves: Sequence[Leaf], roles: Sequence[Role]) -> Signature:
     )
 
 
-def make_plan(number: int, leaves: Sequence[Leaf], roles: Sequence[Role]) -> Plan:
-    """Lay the leaves out: what is copied in place first, then what is gathered before it is copied."""
+def make_plan(number: int, leaves: Sequence[Leaf], roles: Sequence[Role], *, is_partial: bool = False) -> Plan:
+    """Lay the leaves out: what is copied in place first, then what is gathered before it is copied.
+
+    is_partial:  there are more leaves, which go another way
+    """
     in_place = sorted(
         zip(leaves, roles, strict=True), key=lambda pair: pair[1].protection == "loose" or pair[0].tensor.nbytes < PAGE
     )
@@ -119,10 +122,10 @@ def make_plan(number: int, leaves: Sequence[Leaf], roles: Sequence[Role]) -> Pla
                 private=leaf.is_private,
             )
         )
-    return Plan(number, signature(leaves, roles), live, frozen, places, tuple(entries), _checked(entries))
+    return Plan(number, signature(leaves, roles), live, frozen, places, tuple(entries), _checked(entries, is_partial))
 
 
-def _checked(entries: Sequence[LeafEntry]) -> frozenset[str]:
+def _checked(entries: Sequence[LeafEntry], is_partial: bool) -> frozenset[str]:
     """Leaves in which a non-finite value makes the checkpoint suspect: what the optimizers made of the parameters.
 
     In torch's optimizers a non-finite moment makes its parameter non-finite in the same step. Where no parameter is
@@ -130,4 +133,6 @@ def _checked(entries: Sequence[LeafEntry]) -> frozenset[str]:
     """
     floating = [entry for entry in entries if entry.dtype in dtypes.FLOATING and not entry.file]
     parameters = [entry.name for entry in floating if entry.role == "parameter"]
-    return frozenset(parameters or [entry.name for entry in floating if entry.role in _OPTIMIZER_ROLES])
+    if parameters or is_partial:  # of a part the parameters may all be elsewhere
+        return frozenset(parameters)
+    return frozenset(entry.name for entry in floating if entry.role in _OPTIMIZER_ROLES)

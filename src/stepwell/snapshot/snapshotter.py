@@ -59,7 +59,7 @@ class Snapshotter:
         if deltas is not None and deltas.device:
             from stepwell.snapshot.symbols import Symbols
 
-            self.symbols = Symbols(deltas, Arranger(tracked, self._number), log, client.send)
+            self.symbols = Symbols(deltas, Arranger(tracked, self._number, is_partial=True), log, client.send)
         spare = 0 if self.symbols is None else self.symbols.spare_bytes
         self.pool = SlotPool(slots=slots, cap_bytes=host_memory, spare_bytes=spare, pages=CudaPages(), log=log)
         self.answers = Answers()

@@ -47,7 +47,7 @@ class Coder(Protocol):
 
     def begin(self, values: Sequence[torch.Tensor]) -> None: ...
 
-    def encode(self, tensors: Sequence[torch.Tensor], *, room: torch.Tensor) -> None: ...
+    def encode(self, tensors: Sequence[torch.Tensor], *, reuse: bool = ..., room: torch.Tensor) -> None: ...
 
     def guard(self) -> None: ...
 
@@ -86,6 +86,7 @@ class _Coded:
     number: int
     device: torch.device
     coder: Coder
+    reuse: bool
     beside: frozenset[str]
     """Names of the leaves that go into a slot as they are."""
 
@@ -191,7 +192,8 @@ class Symbols:
             beside = frozenset(leaf.name for leaf in leaves) - held - set(names)
             device = devices.pop()
             try:
-                coded = _Coded(plan, parts[number], number, device, make_coder(parts[number], device), beside)
+                coder = make_coder(parts[number], device)
+                coded = _Coded(plan, parts[number], number, device, coder, deltas.reuse_tables, beside)
                 self._log.emit(events.Coding(where=str(device), reason="asked for"))
                 return coded
             except (RoomError, ImportError, RuntimeError) as error:
@@ -301,12 +303,13 @@ class SymbolsJob:
 
     def issue(self) -> None:
         """Line the passes up. Called once, by the copier thread, which waits where tables are made."""
-        about, coder = self.record.message(), self.record.coded.coder
+        about, coded = self.record.message(), self.record.coded
+        room = self.image[about["start"] : about["start"] + about["nbytes"]]
         try:
-            with _stream(self.record.coded.device, after=self.ready):
+            with _stream(coded.device, after=self.ready):
                 if self.values is not None:
-                    coder.begin(self.values)
-                coder.encode(self.record.tensors, room=self.image[about["start"] : about["start"] + about["nbytes"]])
+                    coded.coder.begin(self.values)
+                coded.coder.encode(self.record.tensors, reuse=coded.reuse, room=room)
         finally:
             self.issued.set()
 

@@ -94,26 +94,30 @@ def _let_go(pending: Pending) -> None:
     pending.is_held = False
 
 
-@pytest.mark.parametrize("is_early", [False, True])
-def test_a_base_that_is_held_makes_room(is_early: bool, arena: Arena, tmp_path: Path) -> None:
-    """While the disk fails the other slots may all be full, and a save would wait for ever."""
-    worker, item = Worker(), snapshot(arena, 1, durable=True, delta=False, coded=[0])
-    log = EventLog(tmp_path / "events.jsonl", who="agent")
+@pytest.mark.parametrize("last", ["room", "base", "failure"])
+def test_a_base_that_is_held_makes_room_while_storage_fails(last: str, arena: Arena, tmp_path: Path) -> None:
+    """The other slots may all hold what cannot be written, and a save would wait for ever. In any order."""
+    worker = Worker()
+    item, failing = (snapshot(arena, step, durable=True, delta=False, coded=[0]) for step in (1, 2))
+    log = worker.log = EventLog(tmp_path / "events.jsonl", who="agent")
     chainer = worker.chainer = Chainer(
         stepwell.Deltas(device=True), RunPaths(tmp_path), log, 1, lock=worker.lock, queue=worker.queue, say=worker._say
     )
-    worker.queue.add(item)
+    for each in (item, failing):
+        worker.queue.add(each)
     item.is_done = item.is_held = True
-    if is_early:  # before the base is one
-        worker.make_room()
-    chainer.rebase(item)
-    if not is_early:
+    events = {
+        "room": worker.make_room,
+        "base": lambda: chainer.rebase(item),
+        "failure": lambda: worker.note_failure(failing, OSError("full"), final=False),
+    }
+    for name in sorted(events, key=lambda name: name == last):
         assert worker.queue.collect(None) == [], "the trainer is to read it"
-        worker.make_room()
+        events[name]()
     assert worker.queue.collect(None) == [item]
-    base = item.id.directory
-    assert [message["type"] for message in worker.outbox] == ["rebased", "chain_over"]
-    assert {message["base"] for message in worker.outbox} == {base} and chainer._next is None
+    said = [message for message in worker.outbox if message["type"] != "failed"]
+    assert [message["type"] for message in said] == ["rebased", "chain_over"]
+    assert {message["base"] for message in said} == {item.id.directory} and chainer._next is None
     log.close()
 
 

@@ -110,16 +110,17 @@ class Chainer:
             self._held.is_held, self._held = False, None
 
     def make_room(self) -> None:
-        """A newer snapshot waits for a slot, and will be a base itself: the trainer, which reads the one that is held
-        with its next record, need not wait for the disk to have it. Under the lock.
+        """A newer snapshot, which will be a base itself, may wait for a slot that only the held one can give it. Under
+        the lock.
         """
-        if self._held is None:
+        if self._held is None or not self._queue.is_stuck():
             return
         base, chain = self._held.id, self._next
         if chain is not None and chain.base == base:
             chain.writer.close()
             self._next = None
-        self._log.emit(events.ChainEnded(base=base.directory, reason="a newer snapshot had no slot"))
+        reason = "while storage fails, a newer snapshot needs its slot"
+        self._log.emit(events.ChainEnded(base=base.directory, reason=reason))
         self._say({"type": "chain_over", "base": base.directory})  # before the slot is given back
         self.let_go()
 
@@ -137,8 +138,7 @@ class Chainer:
             if chain is not None and chain.coded and not self._is_closed:
                 self._held, pending.is_held = pending, True
                 self._say({"type": "rebased", "sequence": pending.sequence, "base": pending.id.directory})
-                if self._queue.is_room_wanted:
-                    self.make_room()
+                self.make_room()
             self._lock.notify_all()
 
     def _make(self, pending: Pending) -> _Open | None:

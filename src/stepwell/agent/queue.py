@@ -211,6 +211,10 @@ class PendingQueue:
         """Whether something is still to be written, now or later."""
         return any(item.is_wanted and not item.is_done for item in self.items)
 
+    def is_stuck(self) -> bool:
+        """Whether a newer one has no slot, and one that failed may keep its own for long."""
+        return self.is_room_wanted and any(item.failures and not item.is_done for item in self.items)
+
     def has_symbols(self) -> bool:
         """Whether something that came coded is still to go into its chain."""
         return any(item.is_symbols and item.is_complete and not item.is_coded for item in self.items)

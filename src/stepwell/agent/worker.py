@@ -348,6 +348,8 @@ class Worker:
             pending.failures += 1
             pending.not_before = time.monotonic() + delay
             pending.is_done = final
+            if self.chainer is not None:
+                self.chainer.make_room()
             facts = {"sequence": pending.sequence, "step": pending.id.step, "error": str(error), "final": final}
             kinds = {"fenced": isinstance(error, FencedError), "void": isinstance(error, VoidError)}
             kinds["drift"] = bool(isinstance(error, VoidError) and error.fields.get("is_drift"))

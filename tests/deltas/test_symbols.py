@@ -67,11 +67,11 @@ def test_records_lead_to_the_bits_of_the_coder(run: Wide, coders: list[HostCoder
     truth = train_chained(run, 1)
     truth |= train(run, 12, lambda step: known.update({step: readers_state(coders[0])}), is_chained=True)
     left = crashed(run, tmp_path / "left")
+    assert len(coders) == 1
     again = coded(left)
     assert again.ckpt.restore(prefer="newest")
     step, found = again.ckpt.status().step, state_of(again)
     assert step == max(truth) and [event["where"] for event in run.events("coding")] == ["cpu"]
-    assert len(coders) == 1
     assert all(event["nbytes"] < 60_000 for event in run.events("snapshot")[-3:]), "without the parameters"
     for name, values in known[step].items():
         assert found[name].numpy().tobytes() == values.tobytes(), name

@@ -282,6 +282,24 @@ def test_records_that_are_applied_together(
         assert_is(restore(tmp_path / "chain", until=until), until, known)
 
 
+def test_records_that_wait_for_the_others_take_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bytes count as what is unpacked of them does: exact state makes records as large as a state."""
+    known = write(tmp_path / "chain", 9, Deltas(small="pool", skip_every=16))
+    largest = max(os.path.getsize(path) for _, path in list_segments(tmp_path / "chain")) // 9
+    sizes, apply = [], replay._Batch.apply
+
+    def count(batch: replay._Batch, image: Image) -> None:
+        sizes.append(len(batch._moves))
+        apply(batch, image)
+
+    monkeypatch.setattr(replay._Batch, "apply", count)
+    for most, expected in ((1, [1] * 9), (3 * largest, None), (1 << 30, [9])):
+        sizes.clear()
+        monkeypatch.setattr(replay, "_MOST_BATCH_BYTES", most)
+        assert_is(restore(tmp_path / "chain"), 9, known)
+        assert sizes == expected if expected else 1 < max(sizes) < 5
+
+
 def test_a_torn_tail_costs_no_second_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash while a record is written is usual: those before it are applied, and one digest says they are good."""
     known = write(tmp_path / "chain", 9, Deltas(small="pool", skip_every=16))

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from tests.deltas.coded_trainer import HELD
 from tests.deltas.host_coder import HostCoder, readers_state, use_host_coder
 from tests.deltas.walk import State, Wide, base_step, crashed, state_of, train, train_into_another_chain
 from tests.levels.peer_node import until
+from tests.ranks.conftest import soak
 
 
 @pytest.fixture
@@ -294,14 +295,42 @@ def test_without_a_device_the_host_codes(
 @pytest.mark.parametrize("with_agent", [False, True], ids=["trainer", "both"])
 def test_a_kill_loses_at_most_what_was_on_its_way(with_agent: bool, run_dir: Path, coders: list[HostCoder]) -> None:
     """The agent of a dead trainer appends what lies whole in memory, and offers none of it as a state."""
+    kill_and_go_on(run_dir, lambda log: len(told(log, "delta")) > 20, with_agent=with_agent)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "chain.writing:0:3",
+        *(soak(each) for each in ("chain.base:0:2", "chain.started:0:2", "chain.begin:0:3", "chain.appended:0:3")),
+    ],
+)
+def test_an_agent_that_is_killed_at_a_point_costs_its_chain_alone(
+    point: str, run_dir: Path, tmp_path: Path, coders: list[HostCoder]
+) -> None:
+    """The next one has no chain of what the trainer codes: it asks for a base, and records go on from there."""
+
+    def is_past(log: Path) -> bool:
+        """Some records after the death."""
+        deaths = [event["time"] for event in told(log, "agent-death")]
+        return bool(deaths) and sum(event["time"] > deaths[0] for event in told(log, "delta")) > 5
+
+    crash = {"STEPWELL_CRASH": f"agent!{point}", "STEPWELL_CRASH_MARK": str(tmp_path / "mark")}
+    kill_and_go_on(run_dir, is_past, with_agent=True, **crash)
+    assert (tmp_path / "mark").exists()
+
+
+def kill_and_go_on(run_dir: Path, is_time: Callable[[Path], bool], *, with_agent: bool, **environment: str) -> None:
+    """A run of its own is killed when it is time; the next one goes on from the newest record."""
     command = [sys.executable, "-m", "tests.deltas.coded_trainer", str(run_dir)]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2]) as trainer:
-        paths, log = RunPaths(run_dir), run_dir / "events.jsonl"
+    paths, log = RunPaths(run_dir), run_dir / "events.jsonl"
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], env={**os.environ, **environment}) as trainer:
         try:
-            wait_for(lambda: len(told(log, "delta")) > 20, "records")
-            agent = told(log, "start")[0]["agent_pid"]
+            wait_for(lambda: is_time(log), "records")
+            done = read_progress(paths.progress)
+            assert done is not None
             if with_agent:
-                os.kill(agent, signal.SIGKILL)
+                os.kill(done.agent_pid, signal.SIGKILL)
         finally:
             trainer.kill()
     done = read_progress(paths.progress)
@@ -311,7 +340,7 @@ def test_a_kill_loses_at_most_what_was_on_its_way(with_agent: bool, run_dir: Pat
     assert found["source"] == "chain" and again.ckpt.status().step >= done.step - 2
     train(again, 3)
     again.ckpt.close(save=False)
-    until(lambda: not Path(f"/proc/{agent}").exists())
+    until(lambda: not Path(f"/proc/{done.agent_pid}").exists())
 
 
 def told(log: Path, kind: str) -> list[dict[str, Any]]:

@@ -29,7 +29,9 @@ from stepwell.errors import ConfigError, DamagedError
 
 _MOST_DOCUMENT_BYTES: Final = 64 << 20
 _MOST_BATCH, _MOST_BATCH_BYTES = 16, 1 << 30
-"""Records that are applied together, and the memory that they may take for it."""
+"""Records that are applied together, and the memory they may take for it, with what is unpacked of them. One is always
+taken.
+"""
 
 
 @dataclass(frozen=True)
@@ -154,12 +156,12 @@ class _Batch:
         self._about = about
         self._memories = [Memory() for _ in about.parts]
         self._moves: list[list[Move]] = []
+        self._nbytes = 0
         self.is_skip = False
 
     @property
     def is_full(self) -> bool:
-        nbytes = sum(move.nbytes for moves in self._moves for move in moves)
-        return len(self._moves) >= _MOST_BATCH or nbytes >= _MOST_BATCH_BYTES
+        return len(self._moves) >= _MOST_BATCH or self._nbytes >= _MOST_BATCH_BYTES
 
     def add(self, found: Found) -> bytes:
         """The next one. Returns its note. Raises DamagedError."""
@@ -169,6 +171,7 @@ class _Batch:
         moves = [read(*each) for each in zip(parts, sections, self._memories, strict=True)]
         noted = record.load_note(note)
         self._moves.append(moves)
+        self._nbytes += len(found.body) + sum(move.nbytes for move in moves)
         self.is_skip = is_skip
         if is_skip:
             self._memories = [Memory() for _ in about.parts]
@@ -179,7 +182,7 @@ class _Batch:
         for number, part in enumerate(self._about.parts):
             chosen = part.for_skip(self._about.skip) if self.is_skip else part
             apply(chosen, [moves[number] for moves in self._moves], image.arrays[number])
-        self._moves.clear()
+        self._moves, self._nbytes = [], 0
 
 
 def _advance(about: Document, path: Path, first: int, image: Image, until: int | None, check_each: bool) -> _Attempt:

@@ -56,11 +56,12 @@ class Snapshotter:
         self._log = log
         self._client = client
         self.symbols: Symbols | None = None
+        spare = 0
         if deltas is not None and deltas.device:
-            from stepwell.snapshot.symbols import Symbols
+            from stepwell.snapshot.symbols import SPARE_BYTES, Symbols
 
+            spare = SPARE_BYTES
             self.symbols = Symbols(deltas, Arranger(tracked, self._number, is_partial=True), log, client.send)
-        spare = 0 if self.symbols is None else self.symbols.spare_bytes
         self.pool = SlotPool(slots=slots, cap_bytes=host_memory, spare_bytes=spare, pages=CudaPages(), log=log)
         self.answers = Answers()
         self._copies = Copies()

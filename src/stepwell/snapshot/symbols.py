@@ -120,7 +120,6 @@ class Symbols:
     def __init__(self, deltas: Deltas, arranger: Arranger, log: journal.EventLog,
                  say: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
         self._deltas, self._arranger, self._log, self._say = deltas, arranger, log, say
-        self.spare_bytes = SPARE_BYTES
         self._coded: _Coded | None = None
         self._looked = -1
         self._offered: dict[int, _Base] = {}

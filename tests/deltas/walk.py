@@ -116,7 +116,9 @@ def settle(run: Small, first: int | None) -> None:
         reached = max(status.delta_step or 0, status.committed_step or 0)
         if reached >= status.step or status.committed_step == first:
             return
-        if any(event["step"] == status.step for event in run.events("delta-skipped")):
+        # Or a base was due instead, and had no slot either.
+        skipped = run.events("delta-skipped") + run.events("snapshot-skipped")
+        if any(event["step"] == status.step for event in skipped):
             return
         assert time.monotonic() < deadline, status
         time.sleep(0.002)

@@ -95,6 +95,7 @@ def look_at(run: Path, lines: list[Line]) -> dict[str, Any]:
         "bytes": statistics.fmean(event["nbytes"] for event in records),
         "state": state,
         "seconds": statistics.fmean(event["seconds"] for event in records),
+        "write_seconds": statistics.fmean(event["write_seconds"] for event in records),
         "error": statistics.fmean(event["error"] for event in records[16:] or records),
         "bases": len(commits),
         "base_steps": commits,
@@ -118,7 +119,8 @@ def kill(number: int, folder: Path, passed: list[str], options: argparse.Namespa
     os.kill(agent, signal.SIGKILL)
     process.kill()
     process.wait()
-    done, started = read(log)[-1][0], time.monotonic()
+    lines, started = read(log), time.monotonic()
+    done = lines[-1][0]
     again = folder / f"again.{number}.log"
     steps = done + options.after
     subprocess.run(command(again, [*passed, "--sync"], prefer="newest", steps=steps, **given), check=True)
@@ -128,6 +130,7 @@ def kill(number: int, folder: Path, passed: list[str], options: argparse.Namespa
         subprocess.run(command(longer, passed, run=place, base_seconds=0, steps=steps), check=True)
         truth = {step: loss for step, _, loss, _ in read(longer)}
     differences = {step: loss - truth[step] for step, _, loss, _ in after if step in truth}
+    usual = [loss - truth[step] for step, _, loss, _ in lines[-20:] if step in truth]
     shutil.rmtree(run, ignore_errors=True)
     return {
         "killed": done,
@@ -135,6 +138,7 @@ def kill(number: int, folder: Path, passed: list[str], options: argparse.Namespa
         "source": restored["source"],
         "restore": restored.get("seconds"),
         "lost": done - restored["step"],
+        "before": statistics.fmean(map(abs, usual)),
         "first": differences[min(differences)],
         "last": statistics.fmean(list(differences.values())[-10:]),
         "seconds": time.monotonic() - started,
@@ -159,22 +163,23 @@ def table(found: dict[str, Any]) -> str:
     text = rows(["arm", "ms an iteration", "against plain", "rounds"], lines)
     records = found["rounds"]["records"]
     text += "\n" + rows(
-        ["round", "steps durable", "behind (steps)", "record", "of the state", "coding and writing", "error", "bases",
-         "each costs training"],
+        ["round", "steps durable", "behind (steps)", "record", "of the state", "coding and writing", "writing", "error",
+         "bases", "each costs training"],
         [
             [n, f"{r['durable']} of {r['steps']}", f"{r['behind']:.2f}", f"{r['bytes'] / 1e6:.2f} MB",
-             f"{r['bytes'] / r['state']:.1%}", f"{1000 * r['seconds']:.0f} ms", f"{r['error']:.3f}", r["bases"],
+             f"{r['bytes'] / r['state']:.1%}", f"{1000 * r['seconds']:.0f} ms",
+             f"{1000 * r['write_seconds']:.0f} ms", f"{r['error']:.3f}", r["bases"],
              " ".join(f"{1000 * cost:.0f}" for cost in r["base_costs"]) + " ms"]
             for n, r in enumerate(records)
         ],
     )  # fmt: skip
-    heads = ["killed after", "restored", "from", "steps lost", "restore s", "loss against truth, first step",
-             "mean of the last 10"]  # fmt: skip
+    heads = ["killed after", "restored", "from", "steps lost", "restore s", "loss against truth, 20 before (absolute)",
+             "first step", "mean of the last 10"]  # fmt: skip
     return text + "\n" + rows(
         heads,
         [
-            [k["killed"], k["restored"], k["source"], k["lost"], f"{k['restore']:.1f}", f"{k['first']:+.4f}",
-             f"{k['last']:+.4f}"]
+            [k["killed"], k["restored"], k["source"], k["lost"], f"{k['restore']:.1f}", f"{k['before']:.4f}",
+             f"{k['first']:+.4f}", f"{k['last']:+.4f}"]
             for k in found["kills"]
         ],
     )  # fmt: skip

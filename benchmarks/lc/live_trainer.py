@@ -83,8 +83,9 @@ def main() -> None:
     parser.add_argument("--sync", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
-    model = Network(options.width, options.layers, options.length).to(options.device)
     is_cuda = options.device == "cuda"
+    with torch.device(options.device):
+        model = Network(options.width, options.layers, options.length)
     torch.set_float32_matmul_precision("high")
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, fused=is_cuda)
     loader = torch.utils.data.DataLoader(Text(options.length), batch_size=options.batch, shuffle=True)
@@ -97,7 +98,9 @@ def main() -> None:
 
     def note() -> None:
         nonlocal before
-        number, told = waiting.pop(0)
+        number, told, ready = waiting.pop(0)
+        if ready is not None:
+            ready.synchronize()
         value, now = told.item(), time.perf_counter()
         reached = 0 if ckpt is None else max(ckpt.status().delta_step or 0, ckpt.status().committed_step or 0)
         os.write(log, f"{number} {now - before:.6f} {value:.6f} {reached}\n".encode())
@@ -111,7 +114,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        waiting.append((step, loss.detach()))
+        waiting.append((step, *send(loss.detach())))
         if options.sync or len(waiting) > 1:
             note()
         if step >= options.steps:
@@ -120,6 +123,16 @@ def main() -> None:
         note()
     if ckpt is not None:
         ckpt.close(save=False)
+
+
+def send(loss: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """To the host, without waiting: `item` would wait for all that is queued, the next step too."""
+    if not loss.is_cuda:
+        return loss, None
+    told, ready = torch.empty((), pin_memory=True), torch.cuda.Event()
+    told.copy_(loss, non_blocking=True)
+    ready.record()
+    return told, ready
 
 
 def open_run(options: argparse.Namespace, model, optimizer, loader):

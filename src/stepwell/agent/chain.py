@@ -232,6 +232,7 @@ class Chainer:
                 kept=done.kept,
                 error=done.error,
                 seconds=time.monotonic() - started,
+                write_seconds=done.write_seconds,
             )
         )
         self._asked_at = -_ASK_SECONDS

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ _NONE: Final[Mapping[int, Given]] = {}
 class Appended:
     """What became of one checkpoint. kept: part of the quantised entries that got a symbol. error: distance to the
     true state, relative to the way from the base, by a sample. exact_groups: how many held NaN, infinity or the like.
+    write_seconds: from the record as it is to a durable one.
     """
 
     number: int
@@ -54,6 +56,7 @@ class Appended:
     error: float
     exact_groups: int
     reused_tables: int
+    write_seconds: float
 
 
 class ChainWriter:
@@ -144,13 +147,15 @@ class ChainWriter:
         self._broken = "an append was interrupted"  # until it is whole: the coder is ahead of the file
         sections, facts = self._coder.code(values, given, is_skip)
         head, body = self._seal(number, step, [*sections, [record.dump_note(note)]], facts, is_skip)
+        started = time.monotonic()
         self._persist(number, head, body, is_skip)
+        write_seconds = time.monotonic() - started
         self._number, self._step, self._digest = number, step, head.after
         self._kept = facts.kept / facts.entries if facts.entries else 1.0
         self._error = self._coder.error(values, given)
         self._broken = None
         return Appended(number, step, record.KINDS[head.kind], record.HEAD_NBYTES + head.body_nbytes, self._kept,
-                        self._error, facts.exact, facts.reused)  # fmt: skip
+                        self._error, facts.exact, facts.reused, write_seconds)  # fmt: skip
 
     def _seal(self, number: int, step: int, sections: list[Pieces], facts: Facts, is_skip: bool) -> tuple[Head, Pieces]:
         body = record.join(sections)

@@ -46,7 +46,7 @@ class ChainEnded(Event):
 @dataclass(frozen=True, kw_only=True)
 class Delta(Event):
     """A record is durable: what changed up to this step. kept: part of the entries that got a symbol; error: what is
-    missing, relative to the way from the base.
+    missing, relative to the way from the base. write_seconds: the part of `seconds` that storage took.
     """
 
     step: int
@@ -57,6 +57,7 @@ class Delta(Event):
     kept: float
     error: float
     seconds: float
+    write_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,35 @@
+"""What a person sees of events: each thing once, though the file has all of them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from stepwell import events
+from stepwell.codecs.events import ChainEnded
+from stepwell.journal import EventLog, read_events
+
+
+def test_the_same_again_is_for_the_file_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="stepwell")
+    log = EventLog(tmp_path / "events.jsonl", who="trainer")
+    reasons = ["no memory yet", "no memory yet", "no memory yet", "all slots are busy", "no memory yet"]
+    for step, reason in enumerate(reasons):
+        log.emit(events.SnapshotSkipped(step=step, reason=reason))
+    log.close()
+    assert [record.message for record in caplog.records] == [
+        "snapshot skipped: step=0, reason=no memory yet",
+        "snapshot skipped: step=3, reason=all slots are busy",
+        "snapshot skipped: step=4, reason=no memory yet",
+    ]
+    assert [event["step"] for event in read_events(log.path)] == [0, 1, 2, 3, 4]
+
+
+def test_warnings_are_always_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog(tmp_path / "events.jsonl", who="trainer")
+    for step in range(2):
+        log.emit(ChainEnded(base=f"step-{step}", reason="no space left on device"))
+    log.close()
+    assert len(caplog.records) == 2

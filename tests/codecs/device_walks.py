@@ -13,8 +13,9 @@ from stepwell.codecs.coder import Given
 from stepwell.codecs.groups import SAME
 from stepwell.codecs.image import Image
 from stepwell.codecs.layout import Deltas, Leaf, arrange, as_bytes
-from stepwell.codecs.parts import Memory, make_symbols
+from stepwell.codecs.parts import Memory, is_thinned, make_symbols
 from stepwell.codecs.signature import part_digest, signature
+from stepwell.codecs.sparse import thin
 from stepwell.codecs.spec import LC, Spec, Ternary, Uniform
 from tests.codecs.walks import Arrays
 
@@ -82,7 +83,7 @@ class Twins:
         self.image.fill([self.pieces(self.base)])
         self.tensors = self.upload(self.base)
         self.coder: DeviceCoder = DeviceCoder.start(self.part, self.tensors, skip=self.deltas.skip)
-        self.exact = self.reused = self.same = 0
+        self.exact = self.reused = self.same = self.sparse = 0
 
     def pieces(self, state: Arrays) -> list[NDArray[np.float32]]:
         return [state[slot.leaf.name].reshape(-1) for slot in self.part.slots]
@@ -114,7 +115,15 @@ class Twins:
         found = given.coded
         assert found.heads == expected.heads and found.facts == expected.facts
         assert found.is_same == expected.is_same and found.exact == expected.exact
-        assert b"".join(line.tobytes() for line in found.packed) == b"".join(line.tobytes() for line in expected.packed)
+        packed = np.concatenate([np.empty(0, np.uint8), *expected.packed])
+        sparse = thin(packed) if is_thinned(part.spec) else None
+        if sparse is None:
+            assert found.sparse is None and b"".join(line.tobytes() for line in found.packed) == packed.tobytes()
+        else:
+            assert found.sparse is not None and not found.packed and found.sparse.nbytes == packed.size
+            assert found.sparse.marks.tobytes() == sparse.marks.tobytes()
+            assert found.sparse.values.tobytes() == sparse.values.tobytes()
+        self.sparse += sparse is not None
         array = self.image.arrays[0]
         assert self.coder.reference.cpu().numpy().tobytes() == array.tobytes()
         assert given.digest == part_digest(array.nbytes, signature(as_bytes(array)))

@@ -12,11 +12,12 @@ from stepwell.codecs.signature import COLUMNS, FACTOR
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
-    **dict.fromkeys(("tiles", "slots", "counts", "stats", "owners", "inner", "places"), "*i64"),
-    **dict.fromkeys(("wanted", "ranges", "picks", "rules", "words", "trouble", "powers", "sums"), "*i32"),
+    **dict.fromkeys(("tiles", "slots", "counts", "stats", "owners", "inner", "places", "ends"), "*i64"),
+    **dict.fromkeys(("wanted", "ranges", "picks", "rules", "words", "trouble", "powers", "sums", "numbers"), "*i32"),
     **dict.fromkeys(("reference", "base"), "*fp32"),
     **dict.fromkeys(("part_rows", "count", "groups", "copies", "number"), "i32"),
-    "packed": "*u8",
+    **dict.fromkeys(("packed", "marks", "values"), "*u8"),
+    **dict.fromkeys(("nbytes", "most"), "i64"),
     "error": "*fp64",
 }
 
@@ -45,6 +46,8 @@ def main() -> None:
         print(build(kernels.pick, MOST=most))
     print(build(kernels.spread))
     print(build(kernels.compare, WIDTH=kernels.WIDTH))
+    print(build(kernels.mark, BLOCK=kernels.BLOCK))
+    print(build(kernels.gather, BLOCK=kernels.BLOCK))
 
 
 if __name__ == "__main__":

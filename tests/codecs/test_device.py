@@ -69,6 +69,7 @@ def test_symbols_are_those_of_the_host(spec: Spec, monkeypatch: pytest.MonkeyPat
     twins = check_same_symbols(spec, "cpu")
     assert twins.exact >= 3 and twins.reused >= 3
     assert twins.same >= 3 or "global" in spec.text
+    assert 2 <= twins.sparse < 20
 
 
 @interpreted
@@ -119,7 +120,8 @@ def test_a_chain_of_given_parts_has_the_same_bytes(tmp_path: Path) -> None:
             given = {twins.number: twins.code_on_device(state, is_skip=other.is_skip_next)}
             expected, found = host.append(step, state), other.append(step, others, given=given)
             assert np.isclose(expected.error, found.error, rtol=1e-6, equal_nan=True)
-            assert expected.__dict__ | {"error": 0} == found.__dict__ | {"error": 0}
+            about = {"error": 0, "write_seconds": 0}
+            assert expected.__dict__ | about == found.__dict__ | about
         with pytest.raises(ConfigError, match="came coded"):
             other.append(10, state)
         with pytest.raises(ConfigError, match="came coded"):
@@ -164,7 +166,7 @@ def test_kernels_compile_and_fuse_nothing(tmp_path: Path) -> None:
         timeout=110,
         check=True,
     )
-    assert done.stdout.count(".visible .entry") == 20
+    assert done.stdout.count(".visible .entry") == 22
     assert "sub.rn.f32" in done.stdout and ".ftz" not in done.stdout
     assert not re.search(r"\bfma\.|\b(add|sub|mul)\.f32", done.stdout), "without .rn the assembler may fuse them"
     assert "ld.global.v4" in done.stdout or ".v4.b32" in done.stdout, "wide loads where leaves are aligned"

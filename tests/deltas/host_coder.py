@@ -35,10 +35,17 @@ class HostCoder:
         self.memory = Memory()
         self.bases += 1
 
-    def encode(self, tensors: Sequence[torch.Tensor], *, reuse: bool = True, room: torch.Tensor) -> None:
+    def encode(self, tensors: Sequence[torch.Tensor], *, reuse: bool = True) -> None:
         values = [tensor.detach().numpy().reshape(-1) for tensor in tensors]
         self.coded = make_symbols(self.part, values, self.image.arrays[0], self.memory, reuse=reuse)
         self.is_pending = True
+
+    def guard(self) -> None:
+        raise AssertionError("there is no stream to hold")
+
+    def finish(self, room: torch.Tensor) -> Given:
+        self.may_finish.wait()
+        self.is_pending = False
         lines, position, out = iter(self.coded.packed), 0, room.numpy()
         out[:] = 0xEE  # of what is not used
         for kind, slots in zip(_kinds(self.coded.heads), self.part.groups(), strict=True):
@@ -46,13 +53,6 @@ class HostCoder:
             if kind in (FRESH, AGAIN):
                 out[position : position + nbytes] = next(lines)
             position += nbytes
-
-    def guard(self) -> None:
-        raise AssertionError("there is no stream to hold")
-
-    def finish(self) -> Given:
-        self.may_finish.wait()
-        self.is_pending = False
         array = self.image.arrays[0]
         return Given(self.coded, part_digest(array.nbytes, signature(as_bytes(array))), 1.0, 100.0)
 

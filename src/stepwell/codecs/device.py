@@ -28,7 +28,9 @@ from stepwell.codecs.device_rules import Choices, Rules
 from stepwell.codecs.device_tables import UNCODABLE, Places, Results, Sample
 from stepwell.codecs.groups import AGAIN, EXACT, FRESH, Coded, Kept
 from stepwell.codecs.layout import Part, Slot
+from stepwell.codecs.parts import is_thinned
 from stepwell.codecs.signature import COLUMNS, FACTOR, part_digest
+from stepwell.codecs.sparse import Sparse
 from stepwell.codecs.spec import LC, Spec, Ternary, Uniform
 from stepwell.codecs.tables import stored_bits
 from stepwell.errors import ConfigError, RoomError, StateError
@@ -92,7 +94,7 @@ class DeviceCoder:
         self._known: dict[int, Kept] = {}
         self._is_fresh = np.ones(len(part.groups()), np.bool_)
         self._counts = [slot.leaf.count for slot in part.slots]
-        self._used, self._is_skip = self._places[stored_bits(part.spec)], False
+        self._used, self._is_skip, self._is_thinned = self._places[stored_bits(part.spec)], False, False
         self._choices: Choices | None = None
         self._sources: list[torch.Tensor] = []
 
@@ -141,17 +143,16 @@ class DeviceCoder:
                 line.copy_(value.detach().reshape(-1), non_blocking=True)
         self._side.guard()  # the values may go, if they are on the device
 
-    def encode(self, tensors: Sequence[torch.Tensor], *, reuse: bool = True, is_skip: bool = False,
-               room: torch.Tensor | None = None) -> None:  # fmt: skip
-        """Queue the passes over the tensors and the copy of the symbols, into `room` on the host if that is given. The
-        host waits where tables have to be made, which takes the first pass. Raises StateError if these are not the
-        part's tensors; after any other error a new base is due. `finish` comes next.
+    def encode(self, tensors: Sequence[torch.Tensor], *, reuse: bool = True, is_skip: bool = False) -> None:
+        """Queue the passes over the tensors. The host waits where tables have to be made, which takes the first pass.
+        Raises StateError if these are not the part's tensors; after any other error a new base is due. `finish` comes
+        next.
         """
         assert self._choices is None, "the record before is not finished"
         self._check(tensors)
         part = self._skip if is_skip else self.part
         places = self._places[stored_bits(part.spec)]
-        self._used, self._is_skip = places, is_skip
+        self._used, self._is_skip, self._is_thinned = places, is_skip, is_thinned(part.spec)
         self._sources = list(tensors)  # held until the passes are over
         is_fresh = self._is_fresh if reuse and not is_skip else np.ones_like(self._is_fresh)
         with self._side.passes():
@@ -160,19 +161,20 @@ class DeviceCoder:
             self._choices = self._choose(part, places, is_fresh)
             self._run(part, places)
         with self._side.copies():
-            places.download(room)
             self._results.download()
 
     def guard(self) -> None:
         """What the current stream does from here on comes after the passes: the tensors may be changed then."""
         self._side.guard()
 
-    def finish(self) -> Given:
-        """The record's part. Blocks until the symbols are on the host; they stay there until the next `encode`."""
+    def finish(self, room: torch.Tensor | None = None) -> Given:
+        """The record's part. Blocks until the symbols are on the host, in `room` if that is given; otherwise they stay
+        there until the next `finish`.
+        """
         assert self._choices is not None, "nothing was encoded"
         self._side.wait()
         places, coded, tables = self._used, Coded(), self._choices.tables
-        packed, outcomes = places.packed_bytes(), self._results.outcomes()
+        outcomes, spans = self._results.outcomes(), list[slice]()
         known: dict[int, Kept] = {}
         made = iter(range(len(outcomes)))
         for number, (kind, outcome) in enumerate(zip(self._choices.kinds.tolist(), outcomes, strict=True)):
@@ -185,10 +187,15 @@ class DeviceCoder:
             elif kept is not None:
                 known[number] = kept.used(outcome, is_new=kind == FRESH)
                 coded.facts.kept += outcome.kept
-            coded.add(kind, kept.table if kept else None, packed[span], self._exact(slots) if kind == EXACT else [])
+            spans += [span] if kind in (FRESH, AGAIN) else []
+            coded.add(kind, kept.table if kept else None, self._exact(slots) if kind == EXACT else [])
             coded.facts.entries += sum(slot.leaf.count for slot in slots)
         self._known, self._choices, self._sources = {} if self._is_skip else known, None, []
         self._is_fresh[:] = [n not in self._known or not self._known[n].is_good for n in range(len(outcomes))]
+        with self._side.copies():
+            symbols = places.download(spans, room, is_thinned=self._is_thinned)
+        self._side.wait()
+        coded.packed, coded.sparse = ([], symbols) if isinstance(symbols, Sparse) else (symbols, None)
         missing, way = self._results.missing_and_way()
         return Given(coded, part_digest(4 * self.part.size, self._results.signature()), missing, way)
 

@@ -1,7 +1,8 @@
 """What kernels are given and what they give back: where things are, and the host's side of the results.
 
 Owns:    the tensors around a launch.   Before: `tiles` cut the part up.   After: `device` launches.
-Holds:   all of it is allocated once; symbols and results are copied to page-locked memory, without waiting.
+Holds:   all of it is allocated once; symbols and results are copied to page-locked memory, and the host waits only for
+         how many symbols there are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from stepwell.codecs.floats import MANTISSA_BITS, MOST_EXPONENT, AnyArray, Bytes
 from stepwell.codecs.layout import Part
 from stepwell.codecs.quantise import Outcome
 from stepwell.codecs.signature import COLUMNS
+from stepwell.codecs.sparse import LEAST_NBYTES, Sparse
+from stepwell.codecs.thinning import Thinner
 from stepwell.codecs.tiles import lay_out
 
 UNCODABLE: Final = (MOST_EXPONENT + 1) << MANTISSA_BITS
@@ -35,8 +38,8 @@ class Places:
         self.powers = up(self.tiles.powers.view(np.int32), device)
         nbytes = self.tiles.groups[-1][1].stop if self.tiles.groups else 0
         self.packed = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._thinner = Thinner(self.packed) if nbytes > LEAST_NBYTES else None
         self._own: torch.Tensor | None = None
-        self._host = torch.empty(0, dtype=torch.uint8)
         self._addresses: list[int] = []
         self.leaves, self.align = torch.empty(0), 1
 
@@ -47,17 +50,24 @@ class Places:
             leaves, self.align = self.tiles.with_addresses(addresses)
             self.leaves, self._addresses = up(leaves, self._device), addresses
 
-    def download(self, room: torch.Tensor | None) -> None:
-        """Queue the copy of the symbols, to `room` or to memory of our own."""
+    def download(self, spans: Sequence[slice], room: torch.Tensor | None, *, is_thinned: bool) -> list[Bytes] | Sparse:
+        """Queue the copy of the symbols in these places, to `room` or to memory of our own, where they will be until
+        the next record. is_thinned: as marks and values, if that is less.
+        """
         if room is None:
             room = self._own = host_like(self.packed) if self._own is None else self._own
-        self._host = room
-        room.copy_(self.packed, non_blocking=True)
-
-    def packed_bytes(self) -> Bytes:
-        """The symbols, once they are copied; until the next record."""
-        found: Bytes = self._host.numpy()
-        return found
+        line: Bytes = room.numpy()
+        found = self._thinner.thin(spans) if is_thinned and self._thinner is not None else None
+        if not spans:
+            return []
+        if found is None:
+            room.copy_(self.packed, non_blocking=True)
+            return [line[span] for span in spans]
+        nbytes, marks, values = found
+        start, end = marks.numel(), marks.numel() + values.numel()
+        room[:start].copy_(marks, non_blocking=True)
+        room[start:end].copy_(values, non_blocking=True)
+        return Sparse(nbytes, line[:start], line[start:end])
 
 
 class Results:

@@ -14,6 +14,7 @@ from stepwell.codecs.coder import Given
 from stepwell.codecs.floats import Bytes
 from stepwell.codecs.groups import AGAIN, EXACT, FRESH, SAME, Coded, Facts, group_nbytes
 from stepwell.codecs.layout import Part
+from stepwell.codecs.sparse import Sparse, marks_nbytes
 from stepwell.codecs.tables import stored_bits
 
 _LENGTH = struct.Struct("<Q")
@@ -23,12 +24,15 @@ def dump(given: Given) -> bytes:
     """All but the symbols."""
     coded = given.coded
     facts = {"facts": astuple(coded.facts), "digest": given.digest.hex(), "error": [given.missing, given.way]}
-    text = json.dumps({**facts, "heads": coded.heads.hex()}).encode()
+    sparse = None if coded.sparse is None else [coded.sparse.nbytes, coded.sparse.values.size]
+    text = json.dumps({**facts, "heads": coded.heads.hex(), "sparse": sparse}).encode()
     return b"".join([_LENGTH.pack(len(text)), text, *coded.exact])
 
 
 def load(part: Part, data: Bytes, symbols: Bytes) -> Given:
-    """data: from `dump` on, perhaps more. symbols: of all groups, whether they are used or not."""
+    """data: from `dump` on, perhaps more. symbols: of all groups, whether they are used or not; or marks and values, if
+    they are sparse.
+    """
     start = _LENGTH.size
     end = start + _LENGTH.unpack(data[:start].tobytes())[0]
     found = json.loads(data[start:end].tobytes())
@@ -48,7 +52,12 @@ def load(part: Part, data: Bytes, symbols: Bytes) -> Given:
                 coded.exact.append(data[end : end + slot.leaf.nbytes].tobytes())
                 end += slot.leaf.nbytes
         position += nbytes
-    coded.packed = [symbols[span] for span in spans]
+    if found["sparse"] is None:
+        coded.packed = [symbols[span] for span in spans]
+    else:
+        nbytes, count = found["sparse"]
+        start = marks_nbytes(nbytes)
+        coded.sparse = Sparse(nbytes, symbols[:start], symbols[start : start + count])
     return Given(coded, bytes.fromhex(found["digest"]), *found["error"])
 
 

@@ -15,6 +15,7 @@ from typing import Final
 from stepwell.codecs.floats import Bytes
 from stepwell.codecs.layout import Slot
 from stepwell.codecs.quantise import Outcome, packed_nbytes
+from stepwell.codecs.sparse import Sparse
 from stepwell.codecs.tables import Table
 
 SAME, FRESH, AGAIN, EXACT = range(4)
@@ -61,25 +62,24 @@ class Facts:
 
 @dataclass
 class Coded:
-    """A part's groups in order. heads: kind of each, with its table if that is new. packed: symbols of the coded ones.
-    exact: values of those that could not be coded.
+    """A part's groups in order. heads: kind of each, with its table if that is new. packed: symbols of the coded ones;
+    empty where they came as `sparse`. exact: values of those that could not be coded.
     """
 
     heads: bytearray = field(default_factory=bytearray)
     packed: list[Bytes] = field(default_factory=list)
+    sparse: Sparse | None = None
     exact: list[bytes] = field(default_factory=list)
     facts: Facts = field(default_factory=Facts)
     is_same: bool = True
 
-    def add(self, kind: int, table: Table | None, packed: Bytes, exact: Sequence[bytes]) -> None:
-        """The next group; of its arguments those that its kind needs are looked at."""
+    def add(self, kind: int, table: Table | None, exact: Sequence[bytes]) -> None:
+        """The next group; of its arguments those that its kind needs are looked at. Its symbols come apart."""
         self.is_same = self.is_same and kind == SAME
         self.heads.append(kind)
         if kind == FRESH and table is not None:
             self.heads += struct.pack(f"<B{len(table.heads)}H", len(table.heads), *table.heads)
-        if kind in (FRESH, AGAIN):
-            self.packed.append(packed)
-        elif kind == EXACT:
+        if kind == EXACT:
             self.exact += exact
         self.facts.exact += kind == EXACT
         self.facts.reused += kind == AGAIN

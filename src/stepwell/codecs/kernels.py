@@ -39,6 +39,8 @@ ENCODE_BUILD: Final = {**BUILD, "num_warps": 8}
 NOTHING, SYMBOLS, VALUES = range(3)
 """What is done with a group: left alone; coded; replaced by the values."""
 LC, TERNARY, UNIFORM = range(3)
+BLOCK: Final = 4096
+"""Bytes of symbols that a program of `mark` and `gather` looks at."""
 
 
 @triton.jit
@@ -320,3 +322,27 @@ def compare(slots, owners, inner, places, base, reference, error, count, WIDTH: 
     way = truth - tl.load(base + at, inside, 0.0).to(tl.float64)
     tl.store(error + tl.program_id(0) * 2, tl.sum(missing * missing, 0))
     tl.store(error + tl.program_id(0) * 2 + 1, tl.sum(way * way, 0))
+
+
+@triton.jit(do_not_specialize=["nbytes"])
+def mark(packed, marks, numbers, nbytes, BLOCK: tl.constexpr) -> None:
+    """Which bytes are not zero, a bit each, and how many there are in each block."""
+    block, line = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK // 8)
+    at = block * BLOCK + line[:, None] * 8 + tl.arange(0, 8)[None, :]
+    found = (tl.load(packed + at, at < nbytes, 0) != 0).to(tl.int32)
+    place = block * (BLOCK // 8) + line
+    tl.store(marks + place, tl.sum(found << tl.arange(0, 8)[None, :], 1).to(tl.uint8), place * 8 < nbytes)
+    tl.store(numbers + block, tl.sum(tl.sum(found, 1), 0))
+
+
+@triton.jit(do_not_specialize=["nbytes", "most"])
+def gather(packed, numbers, ends, values, nbytes, most, BLOCK: tl.constexpr) -> None:
+    """The bytes that are not zero, in order, as far as there is room for so many. ends: sums of the numbers up to each
+    block, with it.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    data = tl.load(packed + at, at < nbytes, 0)
+    found = (data != 0).to(tl.int32)
+    place = tl.load(ends + block) - tl.load(numbers + block) + tl.cumsum(found, 0) - found
+    tl.store(values + place, data, (found > 0) & (place < most))

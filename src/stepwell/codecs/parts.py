@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, cast
 
 import numpy as np
@@ -25,13 +26,13 @@ from stepwell.codecs.histogram import Piece, measure
 from stepwell.codecs.layout import Part, Slot
 from stepwell.codecs.quantise import Outcome, decode, encode, unpack
 from stepwell.codecs.record import Pieces
-from stepwell.codecs.spec import LC, Top
+from stepwell.codecs.sparse import LEAST_NBYTES, Sparse, fill, marks_nbytes, thin
+from stepwell.codecs.spec import LC, Spec, Top
 from stepwell.codecs.tables import Table, make_table, most_heads, read_table, stored_bits, wanted_ranges
 from stepwell.errors import DamagedError
 
-HUFFMAN, OLD_CODES, NEW_DICTIONARY, DICTIONARY = 1, 2, 4, 8
+HUFFMAN, OLD_CODES, NEW_DICTIONARY, DICTIONARY, SPARSE = 1, 2, 4, 8, 16
 _DICTIONARY_SAMPLES: Final = 8
-_SMALL_NBYTES: Final = 4096
 _SHARED_NBYTES: Final = 4 << 20
 """From so many bytes of symbols on, a restore applies them with several threads: groups do not touch each other."""
 _MOST_THREADS: Final = 8
@@ -103,7 +104,8 @@ def make_symbols(part: Part, values: Sequence[Floats], state: Floats, memory: Me
         kind, outcome = _code_group(part, number, pieces, memory, reuse, out)
         position += out.size
         kept = memory.tables.get(number)
-        coded.add(kind, kept.table if kept else None, out, [] if kind != EXACT else [v.tobytes() for v, _ in pieces])
+        coded.add(kind, kept.table if kept else None, [] if kind != EXACT else [v.tobytes() for v, _ in pieces])
+        coded.packed += [out] if kind in (FRESH, AGAIN) else []
         coded.facts.entries += sum(value.size for value, _ in pieces)
         coded.facts.kept += outcome.kept
     return coded
@@ -132,15 +134,23 @@ def seal(part: Part, coded: Coded, memory: Memory, *, reuse: bool, dictionary_by
     """The section of a part whose symbols are made. `memory` is that of the entropy code here."""
     if coded.is_same:
         return []
-    packed = coded.packed[0] if len(coded.packed) == 1 else np.concatenate([np.empty(0, np.uint8), *coded.packed])
-    flags, symbols = _shrink(part, packed, memory, reuse, dictionary_bytes)
+    if coded.sparse is not None:
+        flags, symbols = SPARSE, _shrink_sparse(coded.sparse)
+    else:
+        packed = coded.packed[0] if len(coded.packed) == 1 else np.concatenate([np.empty(0, np.uint8), *coded.packed])
+        flags, symbols = _shrink(part, packed, memory, reuse, dictionary_bytes)
     size = struct.pack("<Q", sum(map(len, symbols)))
     return [bytes([flags]), bytes(coded.heads), size, *symbols, *coded.exact]
 
 
+def is_thinned(spec: Spec) -> bool:
+    """Whether symbols may go as `Sparse`: not those that Huffman codes one by one."""
+    return not (isinstance(spec, LC) and spec.entropy == "huffman")
+
+
 def _shrink(part: Part, packed: Bytes, memory: Memory, reuse: bool, dictionary_bytes: int) -> tuple[int, Pieces]:
     """How the symbols are coded, and the coded symbols."""
-    if isinstance(part.spec, LC) and part.spec.entropy == "huffman":
+    if not is_thinned(part.spec):
         symbols = unpack(packed, stored_bits(part.spec))
         counts = np.bincount(symbols, minlength=huffman.SYMBOLS)
         if not symbols.size:
@@ -148,8 +158,10 @@ def _shrink(part: Part, packed: Bytes, memory: Memory, reuse: bool, dictionary_b
         memory.lengths, is_old = huffman.choose(counts, memory.lengths if reuse else None)
         table = b"" if is_old else huffman.dump_table(memory.lengths)
         return HUFFMAN | (OLD_CODES if is_old else 0), [table, huffman.encode(symbols, memory.lengths)]
+    if (sparse := thin(packed)) is not None:
+        return SPARSE, _shrink_sparse(sparse)
     flags, fresh = 0, b""
-    if dictionary_bytes and packed.size <= _SMALL_NBYTES and not memory.dictionary:
+    if dictionary_bytes and packed.size <= LEAST_NBYTES and not memory.dictionary:
         memory.samples.append(packed.tobytes())
         if len(memory.samples) >= _DICTIONARY_SAMPLES:
             memory.dictionary = fresh = frames.train(
@@ -160,6 +172,11 @@ def _shrink(part: Part, packed: Bytes, memory: Memory, reuse: bool, dictionary_b
         flags = DICTIONARY | (NEW_DICTIONARY if fresh else 0)
     head = struct.pack("<I", len(fresh)) + fresh if fresh else b""
     return flags, [head, frames.compress(packed.data, dictionary=memory.dictionary)]
+
+
+def _shrink_sparse(sparse: Sparse) -> Pieces:
+    marks = frames.compress(sparse.marks.data)
+    return [struct.pack("<Q", len(marks)), marks, frames.compress(sparse.values.data)]
 
 
 class DeltaMove(Move):
@@ -245,6 +262,9 @@ def _grow(part: Part, flags: int, data: memoryview, nbytes: int, memory: Memory)
             raise DamagedError("a record uses a code table that no record before it has")
         lengths, coded = memory.lengths, reader.rest()
         return lambda: _grow_huffman(coded, nbytes, bits, lengths)
+    if flags & SPARSE:
+        marks = reader.take(int.from_bytes(reader.take(8), "little"))
+        return partial(_grow_sparse, marks, reader.rest(), nbytes)
     if flags & NEW_DICTIONARY:
         size = int.from_bytes(reader.take(4), "little")
         if size > frames.MOST_DICTIONARY_BYTES:
@@ -254,6 +274,11 @@ def _grow(part: Part, flags: int, data: memoryview, nbytes: int, memory: Memory)
         raise DamagedError("a record uses a dictionary that no record before it has")
     dictionary, frame = memory.dictionary if flags & DICTIONARY else b"", reader.rest()
     return lambda: np.frombuffer(frames.decompress(frame, nbytes, dictionary=dictionary), np.uint8)
+
+
+def _grow_sparse(marks: memoryview, values: memoryview, nbytes: int) -> Bytes:
+    line = np.frombuffer(frames.decompress(marks, marks_nbytes(nbytes)), np.uint8)
+    return fill(nbytes, line, lambda count: np.frombuffer(frames.decompress(values, count), np.uint8))
 
 
 def _grow_huffman(data: memoryview, nbytes: int, bits: int, lengths: huffman.Lengths) -> Bytes:

@@ -47,11 +47,11 @@ class Coder(Protocol):
 
     def begin(self, values: Sequence[torch.Tensor]) -> None: ...
 
-    def encode(self, tensors: Sequence[torch.Tensor], *, reuse: bool = ..., room: torch.Tensor) -> None: ...
+    def encode(self, tensors: Sequence[torch.Tensor], *, reuse: bool = ...) -> None: ...
 
     def guard(self) -> None: ...
 
-    def finish(self) -> Given: ...
+    def finish(self, room: torch.Tensor) -> Given: ...
 
 
 def can_code(device: torch.device) -> bool:
@@ -160,8 +160,8 @@ class Symbols:
             with _stream(device):  # what comes of it is nobody's
                 coder.begin(tensors)
                 for _ in range(2):  # with new tables, and with known ones
-                    coder.encode(tensors, room=room)
-                    coder.finish()
+                    coder.encode(tensors)
+                    coder.finish(room)
         except Exception as error:  # of a compiler too: no checkpoint may depend on it
             self._coded = None
             self._log.emit(events.Coding(where="host", reason=f"{type(error).__name__}: {error}"))
@@ -302,13 +302,12 @@ class SymbolsJob:
 
     def issue(self) -> None:
         """Line the passes up. Called once, by the copier thread, which waits where tables are made."""
-        about, coded = self.record.message(), self.record.coded
-        room = self.image[about["start"] : about["start"] + about["nbytes"]]
+        coded = self.record.coded
         try:
             with _stream(coded.device, after=self.ready):
                 if self.values is not None:
                     coded.coder.begin(self.values)
-                coded.coder.encode(self.record.tensors, reuse=coded.reuse, room=room)
+                coded.coder.encode(self.record.tensors, reuse=coded.reuse)
         finally:
             self.issued.set()
 
@@ -338,11 +337,12 @@ class SymbolsJob:
 
     def finish(self, on_copied: Callable[[int], None]) -> list[str]:
         """Wait for the symbols, and put down what goes with them."""
-        data = given.dump(self.record.coded.coder.finish())
+        about = self.record.message()
+        data = given.dump(self.record.coded.coder.finish(self.image[about["start"] :][: about["nbytes"]]))
         if self.values is not None:
             self.taken()
             self.values = None
-        start = self.record.message()["facts"]
+        start = about["facts"]
         if start + len(data) > self.image.numel():
             raise RoomError(f"a slot has no room for {len(data)} bytes beside the symbols", found=len(data))
         self.image[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

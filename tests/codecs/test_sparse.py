@@ -1,0 +1,91 @@
+"""Packed symbols as marks and values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepwell.codecs import frames, parts
+from stepwell.codecs.floats import Bytes
+from stepwell.codecs.layout import Deltas, Leaf, arrange
+from stepwell.codecs.parts import Memory
+from stepwell.codecs.sparse import LEAST_NBYTES, fill, is_sparse, thin
+from stepwell.codecs.spec import LC, Ternary
+from stepwell.errors import DamagedError
+
+
+def symbols(nbytes: int, part: float, seed: int = 0) -> Bytes:
+    rng = np.random.default_rng(seed)
+    line: Bytes = np.where(rng.random(nbytes) < part, rng.integers(1, 256, nbytes), 0).astype(np.uint8)
+    return line
+
+
+@given(st.integers(LEAST_NBYTES + 1, LEAST_NBYTES + 100), st.floats(0, 0.45), st.integers(0, 99))
+def test_bytes_come_back(nbytes: int, part: float, seed: int) -> None:
+    data = symbols(nbytes, part, seed)
+    found = thin(data)
+    assert found is not None and found.nbytes == nbytes and found.values.all()
+    again = fill(nbytes, found.marks, lambda count: found.values[:count])
+    assert again.tobytes() == data.tobytes()
+
+
+def test_what_is_worth_it_depends_on_counts_alone() -> None:
+    data = np.zeros(2 * LEAST_NBYTES, np.uint8)
+    data[:LEAST_NBYTES] = 1
+    assert thin(data) is not None and is_sparse(LEAST_NBYTES, data.size)
+    data[-1] = 1
+    assert thin(data) is None and not is_sparse(LEAST_NBYTES + 1, data.size)
+    assert thin(np.zeros(LEAST_NBYTES, np.uint8)) is None
+    assert not parts.is_thinned(LC(entropy="huffman")) and parts.is_thinned(LC()) and parts.is_thinned(Ternary())
+
+
+def section(*frames_: bytes) -> memoryview:
+    """Of a part of one group of 40000 entries, coded with the table of the record before."""
+    marks = frames_[0]
+    body = b"".join([len(marks).to_bytes(8, "little"), *frames_])
+    return memoryview(bytes([parts.SPARSE, 1, 1, 0x80, 0x3F]) + len(body).to_bytes(8, "little") + body)
+
+
+def apply(data: memoryview) -> np.ndarray:
+    (part,) = arrange([Leaf("a", "float32", (40000,), "parameter")], Deltas(parameters=Ternary()))
+    state = np.zeros(40000, np.float32)
+    parts.apply(part, [parts.read(part, data, Memory())], state)
+    return state
+
+
+def test_a_section_is_read_as_the_document_says() -> None:
+    marks = np.zeros(1250, np.uint8)
+    marks[0], marks[-1] = 0b10, 0x80
+    state = apply(section(frames.compress(marks.tobytes()), frames.compress(bytes([0b0100, 0b10_00_00_00]))))
+    assert np.flatnonzero(state).tolist() == [5, 39999]
+    assert state[5] == 1 and state[-1] == -1
+    empty = frames.compress(bytes(1250)), frames.compress(b"")
+    assert not apply(section(*empty)).any()
+
+
+@pytest.mark.parametrize(
+    ("marks", "values", "said"),
+    [
+        (bytes(1249), b"", "1250"),
+        (bytes(1251), b"", "1250"),
+        (bytes(1249) + b"\1", b"", "hold 1 bytes"),
+        (bytes(1249) + b"\1", b"\1\1", "hold 1 bytes"),
+    ],
+)
+def test_frames_that_do_not_fit(marks: bytes, values: bytes, said: str) -> None:
+    with pytest.raises(DamagedError, match=said):
+        apply(section(frames.compress(marks), frames.compress(values)))
+
+
+def test_a_length_that_leads_out_of_the_section() -> None:
+    data = bytearray(section(frames.compress(bytes(1250)), frames.compress(b"")))
+    data[13:21] = (1 << 40).to_bytes(8, "little")
+    with pytest.raises(DamagedError, match="too early"):
+        apply(memoryview(bytes(data)))
+
+
+def test_marks_beyond_the_symbols() -> None:
+    with pytest.raises(DamagedError, match="beyond"):
+        fill(9, np.array([0, 0b10], np.uint8), lambda count: np.ones(count, np.uint8))

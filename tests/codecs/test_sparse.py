@@ -22,6 +22,16 @@ def symbols(nbytes: int, part: float, seed: int = 0) -> Bytes:
     return line
 
 
+@pytest.mark.parametrize("part", [0, 1e-5, 0.01, 0.07, 0.2, 0.49])
+def test_many_bytes_come_back(part: float) -> None:
+    data = symbols(900_001, part)
+    found = thin(data)
+    assert found is not None
+    assert found.marks.tobytes() == np.packbits(data != 0, bitorder="little").tobytes()
+    assert found.values.tobytes() == data[data != 0].tobytes()
+    assert fill(data.size, found.marks, lambda count: found.values[:count]).tobytes() == data.tobytes()
+
+
 @given(st.integers(LEAST_NBYTES + 1, LEAST_NBYTES + 100), st.floats(0, 0.45), st.integers(0, 99))
 def test_bytes_come_back(nbytes: int, part: float, seed: int) -> None:
     data = symbols(nbytes, part, seed)

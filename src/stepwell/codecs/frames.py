@@ -24,7 +24,7 @@ MOST_DICTIONARY_BYTES: Final = 1 << 16
 _WINDOW_NBYTES: Final = 1 << 23
 """The most a frame may ask for to look back; levels below 19 stay within it."""
 _STRETCH_NBYTES: Final = 1 << 20
-_LARGE_NBYTES: Final = 32 << 20
+_LARGE_NBYTES: Final = 4 << 20
 """From here on threads are worth it. A frame has the same bytes whatever their number, as long as there are any."""
 
 

@@ -9,17 +9,20 @@ what is in them, and the compressor has a fifth of the bytes to look at.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepwell.codecs.floats import Bytes
 from stepwell.errors import DamagedError
 
 LEAST_NBYTES: Final = 4096
 """Up to here the few bytes of two frames instead of one matter, and dictionaries help."""
+_PIECE: Final = 1 << 15
+Places = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,44 @@ def thin(data: Bytes) -> Sparse | None:
     if data.size <= LEAST_NBYTES:
         return None
     found = data != 0
-    if not is_sparse(int(np.count_nonzero(found)), data.size):
+    count = int(np.count_nonzero(found))
+    if not is_sparse(count, data.size):
         return None
-    return Sparse(data.size, np.packbits(found, bitorder="little"), data[np.flatnonzero(found)])
+    marks, values = np.packbits(found, bitorder="little"), np.empty(count, np.uint8)
+    for piece, places, own in _pieces(data, marks):
+        values[own] = piece[places]
+    return Sparse(data.size, marks, values)
 
 
 def fill(nbytes: int, marks: Bytes, values: Callable[[int], Bytes]) -> Bytes:
     """The bytes again. values: gives as many as it is asked for. Raises DamagedError."""
-    line = np.unpackbits(marks, bitorder="little")
-    if line[nbytes:].any():
+    if nbytes % 8 and marks[-1] >> nbytes % 8:
         raise DamagedError("marks go beyond the symbols")
-    found: Bytes = line[:nbytes]
-    places = np.flatnonzero(found)
-    found[places] = values(places.size)
+    line, found = values(int(np.count_nonzero(_bits(marks)))), np.zeros(nbytes, np.uint8)
+    for piece, places, own in _pieces(found, marks):
+        piece[places] = line[own]
     return found
+
+
+def _pieces(data: Bytes, marks: Bytes) -> Iterator[tuple[Bytes, Places, slice]]:
+    """Data, as much at once as a cache holds with its places; where it has a mark; and which of all marks these are."""
+    before = 0
+    for start in range(0, marks.size, _PIECE):
+        places = _places(marks[start : start + _PIECE])
+        yield data[8 * start : 8 * (start + _PIECE)], places, slice(before, before + places.size)
+        before += places.size
+
+
+def _places(marks: Bytes) -> Places:
+    """Numbers of the bits that are set. NumPy goes from one to the next where they are less than a tenth; then marks
+    without any are left out first, so that they are more.
+    """
+    some = np.flatnonzero(marks != 0)
+    if 2 * some.size > marks.size:
+        return np.flatnonzero(_bits(marks))
+    found = np.flatnonzero(_bits(marks[some]))
+    return (some.take(found >> 3) << 3) | (found & 7)
+
+
+def _bits(marks: Bytes) -> NDArray[np.bool_]:
+    return np.unpackbits(marks, bitorder="little").view(np.bool_)

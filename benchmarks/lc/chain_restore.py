@@ -17,11 +17,11 @@ import argparse
 import contextlib
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -103,33 +103,61 @@ def bring_back(options: argparse.Namespace) -> None:
     loader = torch.utils.data.DataLoader(Text(LENGTH), batch_size=options.batch, shuffle=True)
     if options.device == "cuda":
         torch.cuda.synchronize()
-    before, spent = peak(), dict[str, float]()
+    spent, watch = dict[str, float](), Watch()
     with contextlib.ExitStack() as stack:
         for owner, name, label in PHASES:
-            if hasattr(owner, name):
+            if hasattr(owner, name):  # older commits are measured with this file too
                 stack.enter_context(timed(spent, owner, name, label))
         ckpt = stepwell.Checkpointer(
             options.run, model=model, optimizer=optimizer, data=loader, policy=stepwell.Never(), deltas=wanted(options)
         )
+        stack.enter_context(watch)
         cpu, started = time.process_time(), time.perf_counter()
         assert ckpt.restore(prefer="newest")
         if options.device == "cuda":
             torch.cuda.synchronize()
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-    most, step = peak(), ckpt.status().step
+    step = ckpt.status().step
     ckpt.close(save=False)
     nbytes = sum(p.nbytes for p in model.parameters())
     total = nbytes + sum(v.nbytes for state in optimizer.state.values() for v in state.values())
+    live = total - nbytes if options.device == "cpu" else 0  # moments are made where they are restored to
     print(json.dumps({
         "seconds": seconds, "cpu_seconds": cpu, "phases": spent, "step": step, "records": records(options),
-        "parameter_bytes": nbytes, "state_bytes": total, "peak_bytes": most, "beside_bytes": most - before,
+        "parameter_bytes": nbytes, "state_bytes": total,
+        "taken_bytes": watch.taken, "live_bytes": live,
         "limits": limits(options, nbytes),
     }))  # fmt: skip
 
 
-def peak() -> int:
-    """The most memory this process had, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+class Watch:
+    """The most memory that this process took while it is watched: its own, and what it has in files in memory."""
+
+    def __init__(self) -> None:
+        self.taken, self._end, self._before = 0, threading.Event(), self._held()
+        self._thread = threading.Thread(target=self._look)
+
+    @staticmethod
+    def _held() -> int:
+        status = Path("/proc/self/status").read_text().splitlines()
+        found = 1024 * sum(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(link).startswith("/memfd:"):
+                    found += 512 * os.stat(link).st_blocks
+        return found
+
+    def _look(self) -> None:
+        while not self._end.wait(0.01):
+            self.taken = max(self.taken, self._held() - self._before)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
 
 
 def records(options: argparse.Namespace) -> dict[str, int]:
@@ -242,13 +270,13 @@ def report(found: list[dict[str, Any]], options: argparse.Namespace) -> None:
          ["one after the other", f"{whole:.2f}", f"{seconds / whole:.2f}"]],
     )  # fmt: skip
     each = ", ".join(f"{one['seconds']:.2f}" for one in found)
-    ratio = best["beside_bytes"] / best["state_bytes"]
+    taken, live = (best[name] / best["state_bytes"] for name in ("taken_bytes", "live_bytes"))
     text = (
         f"{best['parameter_bytes'] / 4e6:.0f} M parameters, a state of {best['state_bytes'] / 1e9:.2f} GB, "
         f"{best['records']['count']} records of {options.deltas} with {best['records']['nbytes'] / 1e9:.2f} GB in all, "
         f"restored in {seconds:.2f} s (best of {len(found)}: {each}), "
-        f"{best['cpu_seconds']:.1f} s of CPU time. Peak of memory: {best['peak_bytes'] / 1e9:.2f} GB, "
-        f"{ratio:.2f} times the state more than before.\n\n{table}"
+        f"{best['cpu_seconds']:.1f} s of CPU time. Memory taken meanwhile: {taken:.2f} times the state, "
+        f"of which moments that are restored to, and stay, are {live:.2f}.\n\n{table}"
     )
     print(text)
     save("chain_restore", "Restore of a chain of records", {"restores": found}, text, None, options.out,

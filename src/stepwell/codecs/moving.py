@@ -22,11 +22,11 @@ import numpy as np
 from stepwell.codecs.crew import Crew
 from stepwell.codecs.floats import Bytes, Floats
 from stepwell.codecs.layout import Part
-from stepwell.codecs.quantise import Decoder, Room, decode, packed_nbytes
+from stepwell.codecs.quantise import STRETCH, Decoder, Room, decode, packed_nbytes
 from stepwell.codecs.tables import Table
 
-PIECE: Final = 1 << 19
-"""Entries that one thread moves on by all records. Less takes more of the interpreter's lock, which all share."""
+PIECE: Final = STRETCH
+"""Entries that one thread moves on by all records, while they are in the cache."""
 _TILE_NBYTES: Final = 64 << 20
 """Packed symbols of all records. A tile is at least one piece."""
 MOST_NBYTES: Final = 4 << 20

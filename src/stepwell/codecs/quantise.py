@@ -18,8 +18,8 @@ from stepwell.codecs.histogram import CHUNK, Piece, chunks, difference
 from stepwell.codecs.tables import Rooms, Table
 
 _LIMIT: Final = 2.0 ** (MOST_EXPONENT + 1 - 127)
-STRETCH: Final = 2 * CHUNK
-"""Entries that are decoded at once: with less beside them in the cache, more of them measured faster."""
+STRETCH: Final = 4 * CHUNK
+"""Entries that are decoded at once. Of fewer, threads wait for the interpreter's lock; of more, the cache is full."""
 _WIDE: Final = {1: np.float32, 2: np.complex64, 4: np.complex128}
 """Types that hold so many floats, for moving them as one."""
 

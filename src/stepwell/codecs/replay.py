@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from stepwell.codecs import document, record
-from stepwell.codecs.crew import Ahead, all_threads
+from stepwell.codecs.crew import Ahead, Crew, all_threads
 from stepwell.codecs.document import Document
 from stepwell.codecs.floats import AnyArray
 from stepwell.codecs.image import Image
@@ -199,9 +199,15 @@ class _Batch:
 
     def apply(self, image: Image) -> None:
         """Raises DamagedError; what the image holds then is of no use."""
-        for number, part in enumerate(self._about.parts):
+
+        def work(number: int) -> None:
+            part = self._about.parts[number]
             chosen = part.for_skip(self._about.skip) if self.is_skip else part
             apply(chosen, [moves[number] for moves in self._moves], image.arrays[number])
+
+        with Crew(image.threads) as crew:
+            for _ in crew.each(work, range(len(self._about.parts))):
+                pass
         self._moves, self._nbytes = [], 0
 
 

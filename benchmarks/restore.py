@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 import stepwell
+import stepwell.holdings
 import stepwell.reopen
 import stepwell.restore.load
 from stepwell.format.record import Record
@@ -87,10 +88,10 @@ def timed(spent: dict[str, float], owner: Any, name: str, label: str) -> Iterato
 
 
 PHASES = (
-    (stepwell.reopen, "find_orphan", "ask agent"),
+    (stepwell.holdings, "find_orphan", "ask agent"),
     (stepwell.reopen.catalog, "scan", "scan directory"),
     (stepwell.reopen.catalog, "read_record", "read record"),
-    (stepwell.reopen.Record, "load", "parse record (arena)"),
+    (stepwell.holdings.Record, "load", "parse record (arena)"),
     (stepwell.restore.load, "_Fit", "compare with live"),
     (stepwell.restore.load._Fit, "targets", "fresh tensors"),
     (stepwell.restore.load, "read_record_leaves", "read, verify, place"),
@@ -98,7 +99,7 @@ PHASES = (
     (stepwell.restore.load, "unflatten", "build state"),
     (stepwell.restore.load, "_give", "load_state_dict"),
     (stepwell.reopen, "create_next", "new lineage"),
-    (stepwell.reopen, "load_record", "= load_record in all"),
+    (stepwell.reopen, "load", "= load in all"),
     (stepwell.reopen, "_try_all", "= load and events"),
 )
 

@@ -8,9 +8,9 @@ Holds:   every byte of the base is checked before a record is applied to it, and
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,22 @@ from typing import Any
 import numpy as np
 
 from stepwell import journal
+from stepwell.codecs.crew import Crew, all_threads
 from stepwell.codecs.events import Lossy
+from stepwell.codecs.floats import AnyArray, Bytes
+from stepwell.codecs.layout import as_bytes
 from stepwell.codecs.listing import Listed, check_records, list_records
 from stepwell.codecs.replay import Restored, read_document, restore
 from stepwell.errors import DamagedError, StateError
-from stepwell.format.checksum import BLOCK_BYTES, block_digest
+from stepwell.format.checksum import block_digest
 from stepwell.format.record import FileEntry, LeafEntry, Record
-from stepwell.restore.read import MemorySource, Source, read_record_leaves
+from stepwell.restore.read import MEMORY_THREADS, Source, read_record_leaves
 from stepwell.restore.remote import open_file
 from stepwell.restore.whole import Part
 from stepwell.store import catalog, files
 from stepwell.store.chains import chain_path, list_chains
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
-
-Image = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def why_broken(paths: RunPaths, base: CheckpointId) -> str | None:
     """What is wrong with a chain, every record of it applied. A last one that a crash cut off is not."""
     try:
         check_records(chain_path(paths, base))  # a restore does not read what is before a skip record
-        _, _, state = _replay(paths, base, None)
+        _, state = _replay(paths, base, None)
     except DamagedError as error:
         is_there = files.exists(paths.manifest(base)) and files.exists(chain_path(paths, base))
         return str(error) if is_there else None  # else a live run removed it while it was read
@@ -99,34 +100,35 @@ def bring_back(paths: RunPaths, base: CheckpointId, until: int, least: int, log:
     """
     try:
         return _bring_back(paths, base, until, least, log)
-    except (OSError, MemoryError, StateError, ValueError) as error:
+    except (OSError, MemoryError, RuntimeError, StateError, ValueError) as error:  # RuntimeError: no more threads
         raise DamagedError(f"{chain_path(paths, base)}: {type(error).__name__}: {error}", path=str(base)) from error
 
 
 def _bring_back(paths: RunPaths, base: CheckpointId, until: int, least: int, log: journal.EventLog) -> Part:
     path = chain_path(paths, base)
-    record, image, state = _replay(paths, base, until)
+    record, state = _replay(paths, base, until)
     if not state.number or state.step < least:
         raise DamagedError(f"{path}: it ends at step {state.step}: {state.stopped}", path=str(path))
-    for leaf in _live(record):
-        value = state.leaves[leaf.name]
-        if not np.may_share_memory(value, image):  # else it is the base's own
-            image[leaf.start : leaf.end] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     facts = _facts(state.note, str(path))
     codec, stopped = _codec(path), state.stopped
     log.emit(Lossy(step=state.step, base=base.directory, records=state.number, codec=codec, stopped=stopped))
     id = CheckpointId(state.step, 0, base.lineage)
-    return _part(paths, replace(record, id=id, created=facts["created"], tree=facts["tree"]), base, image)
+    made = replace(record, id=id, created=facts["created"], tree=facts["tree"])
+    return _part(paths, made, base, Image(record, _read_header(paths, record), state.leaves), _held(path))
 
 
-def _replay(paths: RunPaths, base: CheckpointId, until: int | None) -> tuple[Record, Image, Restored]:
+def _held(path: Path) -> set[str]:
+    """Leaves that no record changes."""
+    return {slot.leaf.name for part in read_document(path).parts if part.is_held for slot in part.slots}
+
+
+def _replay(paths: RunPaths, base: CheckpointId, until: int | None) -> tuple[Record, Restored]:
     path = chain_path(paths, base)
     manifest = catalog.read_manifest(paths, base)
     if manifest.world_size != 1:
         raise DamagedError(f"{path}: the base is of {manifest.world_size} ranks", path=str(path))
     record = catalog.read_record(paths, manifest)
-    image = _read_base(paths, record)
-    return record, image, restore(path, base={leaf.name: _values(image, leaf) for leaf in _live(record)}, until=until)
+    return record, restore(path, base=lambda leaves: _read_base(paths, record, leaves), until=until)
 
 
 def _live(record: Record) -> list[LeafEntry]:
@@ -134,52 +136,83 @@ def _live(record: Record) -> list[LeafEntry]:
     return [leaf for leaf in record.leaves if leaf.file == 0]
 
 
-def _read_base(paths: RunPaths, record: Record) -> Image:
-    """The base's file of live leaves, with all its bytes checked."""
-    directory, file = paths.checkpoint(record.id), record.files[0]
-    image = np.empty(file.nbytes, np.uint8)
-    start = min((leaf.start for leaf in _live(record)), default=file.nbytes)
-    shard = directory / file.name
-    assert isinstance(shard, Path)
-    with open(files.open_regular(shard), "rb") as raw:
-        image[:start] = np.frombuffer(raw.read(start), np.uint8)  # its header; checked with the blocks, and by `load`
+def _read_base(paths: RunPaths, record: Record, leaves: dict[str, AnyArray]) -> None:
+    """The base's live leaves, with all bytes of its files checked, straight to where records are applied to them."""
+    directory = paths.checkpoint(record.id)
+    rooms = {name: as_bytes(value.reshape(-1)) for name, value in leaves.items()}
+    if {leaf.name: leaf.end - leaf.start for leaf in _live(record)} != {
+        name: room.size for name, room in rooms.items()
+    }:
+        raise DamagedError(f"{directory}: the chain is of other leaves than its base", path=str(directory))
 
     def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:
         if leaf.file == 0:
-            image[leaf.start + offset : leaf.start + offset + len(data)] = np.frombuffer(data, np.uint8)
+            rooms[leaf.name][offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
     read_record_leaves(record, lambda entry: open_file(directory / entry.name), None, deliver)
-    return image
 
 
-def _values(image: Image, leaf: LeafEntry) -> np.ndarray[Any, Any]:
-    part = image[leaf.start : leaf.end]
-    return part.view(np.float32) if leaf.dtype == "float32" else part
+def _read_header(paths: RunPaths, record: Record) -> Bytes:
+    """What the base's file of live leaves begins with; `load` checks it."""
+    file = record.files[0]
+    shard = paths.checkpoint(record.id) / file.name
+    assert isinstance(shard, Path)
+    nbytes = min((leaf.start for leaf in _live(record)), default=file.nbytes)
+    with open(files.open_regular(shard), "rb") as raw:
+        return np.frombuffer(raw.read(nbytes), np.uint8)
 
 
-def _part(paths: RunPaths, record: Record, base: CheckpointId, image: Image) -> Part:
+class Image:
+    """The file of live leaves as it would be with these values: a source that is read like any other."""
+
+    label = "chain"
+
+    def __init__(self, record: Record, header: Bytes, leaves: dict[str, AnyArray]) -> None:
+        lines = [(leaf.start, as_bytes(leaves[leaf.name].reshape(-1))) for leaf in _live(record)]
+        self._lines = [(0, header), *sorted((line for line in lines if line[1].size), key=lambda line: line[0])]
+        self._starts = [start for start, _ in self._lines]
+
+    @property
+    def threads(self) -> int:
+        return min(MEMORY_THREADS, all_threads())
+
+    def read(self, start: int, nbytes: int, buffer: memoryview) -> memoryview:
+        """See `Source`: the leaves follow each other without gaps."""
+        room, done, number = np.frombuffer(buffer, np.uint8), 0, bisect.bisect_right(self._starts, start) - 1
+        while done < nbytes:
+            if number == len(self._lines):
+                raise DamagedError(f"{self.label}: ends at {start + done}", path=self.label, found=start + done)
+            first, line = self._lines[number]
+            piece = line[start + done - first : start + nbytes - first]
+            room[done : done + piece.size] = piece
+            done, number = done + piece.size, number + 1
+        return buffer[:nbytes]
+
+    def close(self) -> None:
+        """The leaves stay: it may be opened again."""
+
+
+def _part(paths: RunPaths, record: Record, base: CheckpointId, image: Image, held: set[str]) -> Part:
     """An image in memory, as if it had been written."""
-    blocks = tuple(block_digest(image[start : start + BLOCK_BYTES].data) for start in range(0, image.size, BLOCK_BYTES))
-    live = FileEntry(record.files[0].name, "safetensors", image.size, BLOCK_BYTES, blocks)
+    old = record.files[0]
+    changed = {
+        number
+        for leaf in _live(record)
+        if leaf.name not in held and leaf.end > leaf.start
+        for number in range(leaf.start // old.block_bytes, (leaf.end - 1) // old.block_bytes + 1)
+    }
+
+    def digest(number: int) -> str:
+        start = number * old.block_bytes
+        nbytes = min(old.block_bytes, old.nbytes - start)
+        return block_digest(image.read(start, nbytes, np.empty(nbytes, np.uint8).data))
+
+    with Crew(all_threads()) as crew:
+        fresh = dict(zip(changed, crew.each(digest, changed), strict=True))
+    live = replace(old, blocks=tuple(fresh.get(number, known) for number, known in enumerate(old.blocks)))
     kept = [file for file in record.files[1:] if file.kind != "opaque"]
-    fd = os.memfd_create("stepwell-chain", os.MFD_CLOEXEC)
-    memory = _Memory(fd)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(image.data)
 
     def open_source(file: FileEntry) -> Source:
-        if file is live:
-            return MemorySource(memory.fd, 0, file.nbytes, file.name)
-        return open_file(paths.checkpoint(base) / file.name)
+        return image if file is live else open_file(paths.checkpoint(base) / file.name)
 
     return Part(replace(record, files=(live, *kept), suspect=None), open_source)
-
-
-class _Memory:
-    """Closes a descriptor when the last part that reads it is gone."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __del__(self) -> None:
-        os.close(self.fd)

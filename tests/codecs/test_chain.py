@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepwell.codecs import parts, replay, segment
+from stepwell.codecs import moving, parts, replay, segment
 from stepwell.codecs.chain import ChainWriter
 from stepwell.codecs.image import Image
 from stepwell.codecs.layout import Deltas, Leaf
@@ -19,7 +19,7 @@ from stepwell.codecs.replay import restore
 from stepwell.codecs.segment import list_segments
 from stepwell.codecs.spec import LC, Raw, Spec, Ternary, Uniform, Zstd
 from stepwell.errors import ConfigError, PersistError, StateError
-from tests.codecs.walks import LEAVES, Arrays, assert_is, walk, write
+from tests.codecs.walks import LEAVES, Arrays, assert_is, fill, walk, write
 from tests.ranks.conftest import soak
 
 READER = """
@@ -141,7 +141,7 @@ def test_a_base_that_is_kept_elsewhere(tmp_path: Path) -> None:
             chain.append(step, next(states))
             known.append(chain.state())
     assert not (tmp_path / "chain" / "base.bin").exists()
-    assert_is(restore(tmp_path / "chain", base=base), 8, known)
+    assert_is(restore(tmp_path / "chain", base=fill(base)), 8, known)
     with pytest.raises(ConfigError, match="kept elsewhere"):
         restore(tmp_path / "chain")
 
@@ -269,14 +269,18 @@ def test_what_append_returned_from_survives_sigkill(after: int, tmp_path: Path) 
     assert found.leaves["bias"].tobytes() == truth["bias"].tobytes()
 
 
+@pytest.mark.parametrize(("piece", "tile"), [(1 << 19, 1 << 26), (512, 1), (512, 4096)])
 @pytest.mark.parametrize("together", [1, 3, 16])
 @pytest.mark.parametrize("spec", [LC(bits=3), LC(bits=2, entropy="huffman"), Ternary()], ids=lambda spec: spec.text)
 def test_records_that_are_applied_together(
-    spec: Spec, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: Spec, together: int, piece: int, tile: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many at once, by several threads, with skip records in between and values that cannot be coded."""
+    """However many at once, by several threads, in pieces, with skip records in between."""
     monkeypatch.setattr(replay, "_MOST_BATCH", together)
     monkeypatch.setattr(parts, "_SHARED_NBYTES", 1)
+    monkeypatch.setattr(parts, "all_threads", lambda: 3)
+    monkeypatch.setattr(moving, "PIECE", piece)
+    monkeypatch.setattr(moving, "_TILE_NBYTES", tile)
     known = write(tmp_path / "chain", 21, Deltas(parameters=spec, small="pool", skip_every=10, keep_segments=9))
     for until in (1, 2, 9, 10, 11, 12, 20, 21):
         assert_is(restore(tmp_path / "chain", until=until), until, known)

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from stepwell.codecs.histogram import CHUNK, measure
-from stepwell.codecs.quantise import Decoder, pack, packed_nbytes, unpack
+from stepwell.codecs.quantise import Decoder, Room, pack, packed_nbytes, unpack
 from stepwell.codecs.spec import LC, Spec, Ternary, Uniform
 from stepwell.codecs.tables import BucketTable, SignTable, StepTable, make_table
 from tests.codecs.walks import Pair
@@ -42,8 +42,9 @@ def test_packing(bits: int, data: st.DataObject) -> None:
      (SignTable((0x3F80,)), 2), (StepTable((0x3F80,)), 8)],
 )  # fmt: skip
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 1001, CHUNK])
+@pytest.mark.parametrize("is_wide", [False, True])
 def test_the_decoder_adds_what_the_table_says(
-    table: BucketTable | SignTable | StepTable, bits: int, count: int
+    table: BucketTable | SignTable | StepTable, bits: int, count: int, is_wide: bool
 ) -> None:
     rng = np.random.default_rng(count)
     padded = np.zeros(packed_nbytes(count, bits) * 8 // bits, np.uint8)
@@ -52,7 +53,7 @@ def test_the_decoder_adds_what_the_table_says(
     pack(padded, bits, packed)
     state = rng.standard_normal(count).astype(np.float32)
     expected = state + table.values[padded[:count]]
-    Decoder(table, bits, CHUNK).add(packed, state)
+    Decoder(table, bits, is_wide=is_wide).add(packed, state, Room(bits, CHUNK, is_wide=is_wide))
     assert state.tobytes() == expected.tobytes()
 
 

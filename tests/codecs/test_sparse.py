@@ -11,7 +11,7 @@ from stepwell.codecs import frames, parts
 from stepwell.codecs.floats import Bytes
 from stepwell.codecs.layout import Deltas, Leaf, arrange
 from stepwell.codecs.parts import Memory
-from stepwell.codecs.sparse import LEAST_NBYTES, fill, is_sparse, thin
+from stepwell.codecs.sparse import LEAST_NBYTES, Filler, Sparse, is_sparse, thin
 from stepwell.codecs.spec import LC, Ternary
 from stepwell.errors import DamagedError
 
@@ -22,6 +22,28 @@ def symbols(nbytes: int, part: float, seed: int = 0) -> Bytes:
     return line
 
 
+class Source:
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+
+    @property
+    def left(self) -> int:
+        return self.data.size
+
+    def fill(self, room: memoryview) -> None:
+        room[:], self.data = self.data[: len(room)].data, self.data[len(room) :]
+
+
+def fill(sparse: Sparse, *sizes: int) -> bytes:
+    """In pieces of these sizes; the last one is the rest."""
+    filler, found = Filler(sparse.nbytes, Source(sparse.marks), Source(sparse.values)), b""
+    for size in [*sizes, sparse.nbytes - sum(sizes)]:
+        room = np.full(size, 0xEE, np.uint8)
+        filler.fill(room.data)
+        found += room.tobytes()
+    return found
+
+
 @pytest.mark.parametrize("part", [0, 1e-5, 0.01, 0.07, 0.2, 0.49])
 def test_many_bytes_come_back(part: float) -> None:
     data = symbols(900_001, part)
@@ -29,16 +51,20 @@ def test_many_bytes_come_back(part: float) -> None:
     assert found is not None
     assert found.marks.tobytes() == np.packbits(data != 0, bitorder="little").tobytes()
     assert found.values.tobytes() == data[data != 0].tobytes()
-    assert fill(data.size, found.marks, lambda count: found.values[:count]).tobytes() == data.tobytes()
+    assert fill(found) == fill(found, 1, 262_149, 300_003) == data.tobytes()
 
 
-@given(st.integers(LEAST_NBYTES + 1, LEAST_NBYTES + 100), st.floats(0, 0.45), st.integers(0, 99))
-def test_bytes_come_back(nbytes: int, part: float, seed: int) -> None:
+@given(
+    st.integers(LEAST_NBYTES + 1, LEAST_NBYTES + 100),
+    st.floats(0, 0.45),
+    st.integers(0, 99),
+    st.lists(st.integers(1, 99), max_size=30),
+)
+def test_bytes_come_back(nbytes: int, part: float, seed: int, sizes: list[int]) -> None:
     data = symbols(nbytes, part, seed)
     found = thin(data)
     assert found is not None and found.nbytes == nbytes and found.values.all()
-    again = fill(nbytes, found.marks, lambda count: found.values[:count])
-    assert again.tobytes() == data.tobytes()
+    assert fill(found, *sizes) == data.tobytes()
 
 
 def test_what_is_worth_it_depends_on_counts_alone() -> None:
@@ -80,8 +106,9 @@ def test_a_section_is_read_as_the_document_says() -> None:
     [
         (bytes(1249), b"", "1250"),
         (bytes(1251), b"", "1250"),
-        (bytes(1249) + b"\1", b"", "hold 1 bytes"),
-        (bytes(1249) + b"\1", b"\1\1", "hold 1 bytes"),
+        (bytes(1249) + b"\1", b"", "1 values are missing"),
+        (bytes(1249) + b"\1", b"\1\1", "more values"),
+        (bytes(1250), bytes(10001), "at most 10000"),
     ],
 )
 def test_frames_that_do_not_fit(marks: bytes, values: bytes, said: str) -> None:
@@ -97,5 +124,6 @@ def test_a_length_that_leads_out_of_the_section() -> None:
 
 
 def test_marks_beyond_the_symbols() -> None:
+    few = Sparse(9, np.array([0, 0b10], np.uint8), np.ones(1, np.uint8))
     with pytest.raises(DamagedError, match="beyond"):
-        fill(9, np.array([0, 0b10], np.uint8), lambda count: np.ones(count, np.uint8))
+        fill(few)

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from stepwell.codecs.chain import ChainWriter
 from stepwell.codecs.histogram import Piece, measure
 from stepwell.codecs.image import Image
-from stepwell.codecs.layout import Deltas, Leaf, arrange
+from stepwell.codecs.layout import Deltas, Leaf, arrange, as_bytes
 from stepwell.codecs.parts import Memory, apply, code, read
-from stepwell.codecs.replay import Restored, restore
+from stepwell.codecs.replay import Fill, Restored, restore
 from stepwell.codecs.spec import LC, Spec
 from stepwell.codecs.tables import BucketTable, make_table
 
@@ -61,6 +61,16 @@ def write(directory: Path, records: int, deltas: Deltas, seed: int = 0) -> list[
             chain.append(10 + number, next(states))
             known.append(chain.state())
     return known
+
+
+def fill(state: Arrays) -> Fill:
+    """Of a base that is kept elsewhere. What is missing in it stays as it is."""
+
+    def put(leaves: Arrays) -> None:
+        for name in leaves.keys() & state.keys():
+            as_bytes(leaves[name].reshape(-1))[:] = as_bytes(state[name].reshape(-1))
+
+    return put
 
 
 def assert_is(restored: Restored, number: int, known: list[Arrays]) -> None:

@@ -6,5 +6,5 @@ symbol, and what it stands for) -> `quantise` (symbols out, reader's state updat
 `frames` or `huffman` (symbols to bytes, in `parts`). `device` and `kernels` do the same up to the symbols on a GPU, to
 the same bits; they alone import torch and triton. `image` holds the reader's state, `signature` makes its digest,
 `coder` a record's sections, `record` its bytes, `segment` a file of records; `chain` writes a chain and `replay` reads
-it. `docs/format.md` has the bytes.
+it, with `moving`, which applies many records at once, by the threads of `crew`. `docs/format.md` has the bytes.
 """

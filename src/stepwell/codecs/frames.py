@@ -11,7 +11,7 @@ measured smaller and faster than level 1. Negative levels would leave out the en
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 from stepwell.errors import ConfigError, DamagedError
 
@@ -52,6 +52,47 @@ def decompress(data: bytes | memoryview, nbytes: int, *, dictionary: bytes = b""
         raise DamagedError(f"a frame cannot be read: {error}") from None
     if len(found) != nbytes:
         raise DamagedError(f"a frame holds {len(found)} bytes, not {nbytes}", expected=nbytes, found=len(found))
+    return found
+
+
+class Frame:
+    """The content of one frame, which has to have `nbytes`, from front to end. Raises DamagedError, when made too."""
+
+    def __init__(self, data: bytes | memoryview, nbytes: int, *, dictionary: bytes = b"") -> None:
+        zstd = _zstd()
+        self.left, self._error = nbytes, zstd.ZstdError
+        try:
+            if zstd.frame_content_size(data) != nbytes:
+                raise DamagedError(f"a frame does not hold {nbytes} bytes", expected=nbytes)
+            trained = _dictionary(dictionary)
+            reader = zstd.ZstdDecompressor(dict_data=trained, max_window_size=_WINDOW_NBYTES).stream_reader(data)
+        except zstd.ZstdError as error:
+            raise DamagedError(f"a frame cannot be read: {error}") from None
+        self._reader: BinaryIO = reader
+
+    def fill(self, room: memoryview) -> None:
+        """The next bytes."""
+        try:
+            while room:
+                found = self._reader.readinto(room)  # type: ignore[attr-defined]
+                if not found:
+                    raise DamagedError(f"a frame ends {len(room)} bytes too early", expected=len(room))
+                self.left, room = self.left - found, room[found:]
+            if not self.left and self._reader.read(1):
+                raise DamagedError("a frame holds more bytes than it says")
+        except self._error as error:
+            raise DamagedError(f"a frame cannot be read: {error}") from None
+
+
+def content_nbytes(data: bytes | memoryview, most: int) -> int:
+    """How many bytes a frame says that it holds. Raises DamagedError if that is more than `most`, or is not said."""
+    zstd = _zstd()
+    try:
+        found = int(zstd.frame_content_size(data))
+    except zstd.ZstdError as error:
+        raise DamagedError(f"a frame cannot be read: {error}") from None
+    if not 0 <= found <= most:
+        raise DamagedError(f"a frame of {found} bytes, at most {most} were expected", expected=most, found=found)
     return found
 
 

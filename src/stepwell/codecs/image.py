@@ -18,11 +18,11 @@ from stepwell.errors import StateError
 
 class Image:
     """State of all parts. Constructing makes room for it, filled with zeros. `away`: digests of parts, by number, that
-    there is no room for: their leaves are in no state that comes or goes.
+    there is no room for: their leaves are in no state that comes or goes. `threads`: those that take digests.
     """
 
     def __init__(self, parts: Sequence[Part], away: Mapping[int, bytes] | None = None) -> None:
-        self.parts, self.away = tuple(parts), dict(away or {})
+        self.parts, self.away, self.threads = tuple(parts), dict(away or {}), 1
         self._slots = [() if number in self.away else part.slots for number, part in enumerate(self.parts)]
         self.arrays: list[AnyArray] = [
             np.zeros(part.size if slots else 0, np.float32 if part.is_floats else np.uint8)
@@ -63,9 +63,14 @@ class Image:
         """Of the whole state."""
         return state_digest(self._part_digest(number) for number in range(len(self.parts)))
 
+    def settle(self, numbers: Collection[int]) -> None:
+        """From here on these parts stay as they are: their digests are taken now, and not again."""
+        self.away.update({number: self._part_digest(number) for number in numbers})
+
     def _part_digest(self, number: int) -> bytes:
         array = self.arrays[number]
-        return self.away.get(number) or part_digest(array.nbytes, signature(as_bytes(array)))
+        known = self.away.get(number)
+        return known or part_digest(array.nbytes, signature(as_bytes(array), threads=self.threads))
 
     def leaves(self) -> dict[str, AnyArray]:
         """Values by name, as views: float32 with their shape, everything else as bytes."""

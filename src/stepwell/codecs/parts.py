@@ -9,10 +9,8 @@ Holds:   what cannot be coded (NaN, infinity, differences near the end of the ra
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, cast
@@ -20,13 +18,15 @@ from typing import Final, cast
 import numpy as np
 
 from stepwell.codecs import frames, huffman, lossless
+from stepwell.codecs.crew import all_threads
 from stepwell.codecs.floats import AnyArray, Bytes, Floats
 from stepwell.codecs.groups import AGAIN, EXACT, FRESH, SAME, Coded, Facts, Kept, group_nbytes
 from stepwell.codecs.histogram import Piece, measure
 from stepwell.codecs.layout import Part, Slot
-from stepwell.codecs.quantise import Outcome, decode, encode, unpack
+from stepwell.codecs.moving import MOST_NBYTES, Symbols, Unpacked, move_on
+from stepwell.codecs.quantise import Outcome, encode, unpack
 from stepwell.codecs.record import Pieces
-from stepwell.codecs.sparse import LEAST_NBYTES, Sparse, fill, marks_nbytes, thin
+from stepwell.codecs.sparse import LEAST_NBYTES, Filler, Sparse, marks_nbytes, thin
 from stepwell.codecs.spec import LC, Spec, Top
 from stepwell.codecs.tables import Table, make_table, most_heads, read_table, stored_bits, wanted_ranges
 from stepwell.errors import DamagedError
@@ -34,8 +34,7 @@ from stepwell.errors import DamagedError
 HUFFMAN, OLD_CODES, NEW_DICTIONARY, DICTIONARY, SPARSE = 1, 2, 4, 8, 16
 _DICTIONARY_SAMPLES: Final = 8
 _SHARED_NBYTES: Final = 4 << 20
-"""From so many bytes of symbols on, a restore applies them with several threads: groups do not touch each other."""
-_MOST_THREADS: Final = 8
+"""From so many bytes of symbols on, a restore applies them with several threads."""
 
 
 @dataclass
@@ -87,7 +86,9 @@ def read(part: Part, data: memoryview, memory: Memory) -> Move:
 def apply(part: Part, moves: Sequence[Move], state: AnyArray) -> None:
     """What records one after the other do to a part. Raises DamagedError; what the state holds then is of no use."""
     if part.spec.is_delta:
-        _apply_deltas(part, cast("Sequence[DeltaMove]", moves), state)
+        found = cast("Sequence[DeltaMove]", moves)
+        is_large = sum(move.symbols_nbytes for move in found) >= _SHARED_NBYTES
+        move_on(part, found, state, stored_bits(part.spec), all_threads() if is_large else 1)
     else:
         for move in moves:
             move.apply(state)
@@ -180,21 +181,22 @@ def _shrink_sparse(sparse: Sparse) -> Pieces:
 
 
 class DeltaMove(Move):
-    """Of a part of differences. coded: table and place of the symbols of each group that has any; exact: values of the
-    groups, by number, that could not be coded.
+    """Of a part of differences. coded: tables of the groups, by number, that have symbols; exact: values of those that
+    could not be coded. symbols_nbytes: of all symbols, packed.
     """
 
-    def __init__(self, coded: dict[int, tuple[Table, slice]], exact: dict[int, memoryview],
-                 symbols: Callable[[], Bytes], nbytes: int) -> None:  # fmt: skip
-        self.coded, self.exact, self.symbols, self.nbytes = coded, exact, symbols, nbytes
+    def __init__(self, coded: dict[int, Table], exact: dict[int, memoryview], open_symbols: Callable[[], Symbols],
+                 symbols_nbytes: int, nbytes: int) -> None:  # fmt: skip
+        self.coded, self.exact, self.open = coded, exact, open_symbols
+        self.symbols_nbytes, self.nbytes = symbols_nbytes, nbytes
 
 
 def _read_deltas(part: Part, data: memoryview, memory: Memory) -> DeltaMove:
     if not data:
-        return DeltaMove({}, {}, lambda: np.empty(0, np.uint8), 0)
+        return DeltaMove({}, {}, lambda: Unpacked(lambda: np.empty(0, np.uint8)), 0, 0)
     bits, reader = stored_bits(part.spec), _Reader(data)
     flags, groups = reader.take(1)[0], part.groups()
-    coded: dict[int, tuple[Table, slice]] = {}
+    coded: dict[int, Table] = {}
     bad: list[int] = []
     position = 0
     for number, slots in enumerate(groups):
@@ -210,9 +212,8 @@ def _read_deltas(part: Part, data: memoryview, memory: Memory) -> DeltaMove:
             if known is None:
                 raise DamagedError("a record uses a quantiser table that no record before it has")
             memory.tables[number] = known
-            size = group_nbytes(slots, bits)
-            coded[number] = known.table, slice(position, position + size)
-            position += size
+            coded[number] = known.table
+            position += group_nbytes(slots, bits)
         elif kind == EXACT:
             bad.append(number)
         elif kind != SAME:
@@ -220,51 +221,27 @@ def _read_deltas(part: Part, data: memoryview, memory: Memory) -> DeltaMove:
     symbols = _grow(part, flags, reader.take(int.from_bytes(reader.take(8), "little")), position, memory)
     exact = {number: reader.take(sum(slot.leaf.nbytes for slot in groups[number])) for number in bad}
     reader.end()
-    return DeltaMove(coded, exact, symbols, position)
+    is_stream = not flags & HUFFMAN
+    return DeltaMove(coded, exact, symbols, position, min(position, MOST_NBYTES) if is_stream else position)
 
 
-def _apply_deltas(part: Part, moves: Sequence[DeltaMove], state: Floats) -> None:
-    """Groups do not touch each other, so many are done at once; each is moved on by one record after the other."""
-    bits, is_large = stored_bits(part.spec), sum(move.nbytes for move in moves) >= _SHARED_NBYTES
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1) if is_large else 1, "stepwell-decode") as pool:
-        each = pool.map if is_large else map
-        symbols = list(each(lambda move: move.symbols(), moves))
-
-        def work(numbered: tuple[int, list[Slot]]) -> None:
-            number, slots = numbered
-            places, due = [_place(slot, state) for slot in slots], list[tuple[Table, Bytes]]()
-            for move, packed in zip(moves, symbols, strict=True):
-                if number in move.exact:  # whatever came before
-                    due, values, start = [], np.frombuffer(move.exact[number], np.float32), 0
-                    for place in places:
-                        place[:] = values[start : start + place.size]
-                        start += place.size
-                elif number in move.coded:
-                    table, span = move.coded[number]
-                    due.append((table, packed[span]))
-            decode(places, due, bits)
-
-        for _ in each(work, enumerate(part.groups())):
-            pass
-
-
-def _grow(part: Part, flags: int, data: memoryview, nbytes: int, memory: Memory) -> Callable[[], Bytes]:
+def _grow(part: Part, flags: int, data: memoryview, nbytes: int, memory: Memory) -> Callable[[], Symbols]:
     """What gives the packed symbols, `nbytes` of them."""
     reader = _Reader(data)
     if flags & HUFFMAN:
         bits = stored_bits(part.spec)
         if not nbytes:
             reader.end()
-            return lambda: np.empty(0, np.uint8)
+            return lambda: Unpacked(lambda: np.empty(0, np.uint8))
         if not flags & OLD_CODES:
             memory.lengths = huffman.load_table(reader.take(huffman.TABLE_NBYTES))
         if memory.lengths is None:
             raise DamagedError("a record uses a code table that no record before it has")
         lengths, coded = memory.lengths, reader.rest()
-        return lambda: _grow_huffman(coded, nbytes, bits, lengths)
+        return lambda: Unpacked(lambda: _grow_huffman(coded, nbytes, bits, lengths))
     if flags & SPARSE:
         marks = reader.take(int.from_bytes(reader.take(8), "little"))
-        return partial(_grow_sparse, marks, reader.rest(), nbytes)
+        return partial(_open_sparse, marks, reader.rest(), nbytes)
     if flags & NEW_DICTIONARY:
         size = int.from_bytes(reader.take(4), "little")
         if size > frames.MOST_DICTIONARY_BYTES:
@@ -273,12 +250,12 @@ def _grow(part: Part, flags: int, data: memoryview, nbytes: int, memory: Memory)
     if flags & DICTIONARY and not memory.dictionary:
         raise DamagedError("a record uses a dictionary that no record before it has")
     dictionary, frame = memory.dictionary if flags & DICTIONARY else b"", reader.rest()
-    return lambda: np.frombuffer(frames.decompress(frame, nbytes, dictionary=dictionary), np.uint8)
+    return lambda: frames.Frame(frame, nbytes, dictionary=dictionary)
 
 
-def _grow_sparse(marks: memoryview, values: memoryview, nbytes: int) -> Bytes:
-    line = np.frombuffer(frames.decompress(marks, marks_nbytes(nbytes)), np.uint8)
-    return fill(nbytes, line, lambda count: np.frombuffer(frames.decompress(values, count), np.uint8))
+def _open_sparse(marks: memoryview, values: memoryview, nbytes: int) -> Symbols:
+    few = frames.Frame(values, frames.content_nbytes(values, nbytes))
+    return Filler(nbytes, frames.Frame(marks, marks_nbytes(nbytes)), few)
 
 
 def _grow_huffman(data: memoryview, nbytes: int, bits: int, lengths: huffman.Lengths) -> Bytes:

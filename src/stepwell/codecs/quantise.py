@@ -7,7 +7,7 @@ Holds:   the state after `encode` is bit for bit the state after `decode` of its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,8 +18,10 @@ from stepwell.codecs.histogram import CHUNK, Piece, chunks, difference
 from stepwell.codecs.tables import Rooms, Table
 
 _LIMIT: Final = 2.0 ** (MOST_EXPONENT + 1 - 127)
-_STRETCH: Final = 2 * CHUNK
-"""Entries that are decoded at once: with less beside them in the cache, more of them measured faster."""
+STRETCH: Final = 4 * CHUNK
+"""Entries that are decoded at once. Of fewer, threads wait for the interpreter's lock; of more, the cache is full."""
+_WIDE: Final = {1: np.float32, 2: np.complex64, 4: np.complex128}
+"""Types that hold so many floats, for moving them as one."""
 
 
 @dataclass
@@ -60,31 +62,44 @@ def unpack(packed: Bytes, bits: int) -> Bytes:
     return np.ascontiguousarray(codes).reshape(-1)
 
 
-class Decoder:
-    """What packed symbols add, looked up four at a time (two, if they have eight bits) as one wide number."""
+class Room:
+    """Memory for what is looked up, of at most `most` entries at a time."""
 
-    def __init__(self, table: Table, bits: int, most: int) -> None:
-        each = 2 if bits == 8 else 4
-        wide = np.complex64 if each == 2 else np.complex128
-        self._word = np.dtype(np.uint8 if bits == 2 else np.uint16)
+    def __init__(self, bits: int, most: int = STRETCH, *, is_wide: bool = True) -> None:
+        each = _each(bits, is_wide)
+        self.bits, self.most = bits, most
+        self.indices = np.empty(-(-most // each), np.intp)
+        self.found: AnyArray = np.empty(-(-most // each), _WIDE[each])
+
+
+class Decoder:
+    """What packed symbols add, looked up several at a time as one wide number. is_wide: by a table of up to a megabyte,
+    for many symbols; else by a small one.
+    """
+
+    def __init__(self, table: Table, bits: int, *, is_wide: bool = True) -> None:
+        each = _each(bits, is_wide)
+        self._word = np.dtype(np.uint8 if bits * each == 8 else np.uint16)
         # Every symbol that can occur, with those of the other places in the word: the first one varies fastest.
         known = table.values[: 1 << bits]
         lookup = np.zeros([1 << bits] * each + [each], np.float32)
         for place in range(each):
             filled = lookup[(slice(0, known.size),) * each]
             filled[..., place] = known.reshape([-1 if axis == each - 1 - place else 1 for axis in range(each)])
-        self._lookup: AnyArray = lookup.reshape(-1).view(wide)
-        self._indices = np.empty(-(-most // each), np.intp)
-        self._found: AnyArray = np.empty(-(-most // each), wide)
+        self._lookup: AnyArray = lookup.reshape(-1).view(_WIDE[each])
 
-    def add(self, packed: Bytes, state: Floats) -> None:
-        """Move one chunk of the state on, of at most `most` entries."""
+    def add(self, packed: Bytes, state: Floats, room: Room) -> None:
+        """Move a stretch of the state on. Overflow and NaN are for the caller to see, without a warning."""
         words = (packed if packed.size % self._word.itemsize == 0 else np.append(packed, np.uint8(0))).view(self._word)
-        indices, found = self._indices[: words.size], self._found[: words.size]
+        indices, found = room.indices[: words.size], room.found[: words.size]
         np.copyto(indices, words, casting="unsafe")
         np.take(self._lookup, indices, out=found, mode="clip")  # `clip` lets take write to `out` without a copy
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.add(state, found.view(np.float32)[: state.size], out=state)
+        np.add(state, found.view(np.float32)[: state.size], out=state)
+
+
+def _each(bits: int, is_wide: bool) -> int:
+    """Symbols that are looked up at once."""
+    return {2: 4, 4: 4 if is_wide else 2, 8: 2 if is_wide else 1}[bits]
 
 
 def is_codable(high: float, low: float) -> bool:
@@ -97,7 +112,7 @@ def encode(pieces: Sequence[Piece], table: Table, bits: int, out: Bytes) -> Outc
 
     Where the outcome is not sound the state is of no use and has to be replaced by the values themselves.
     """
-    outcome, decoder, rooms = Outcome(), Decoder(table, bits, CHUNK), Rooms()
+    outcome, decoder, found, rooms = Outcome(), Decoder(table, bits), Room(bits, CHUNK), Rooms()
     room, codes_room = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.uint8)
     position = 0
     for values, state in chunks(pieces):
@@ -113,7 +128,8 @@ def encode(pieces: Sequence[Piece], table: Table, bits: int, out: Bytes) -> Outc
         table.assign(delta, codes[:count], rooms)
         packed = out[position : position + nbytes]
         pack(codes, bits, packed)
-        decoder.add(packed, state)
+        with np.errstate(over="ignore", invalid="ignore"):
+            decoder.add(packed, state, found)
         if not is_finite(state):
             return Outcome(is_sound=False)
         outcome.kept += int(np.count_nonzero(codes))
@@ -121,14 +137,13 @@ def encode(pieces: Sequence[Piece], table: Table, bits: int, out: Bytes) -> Outc
     return outcome
 
 
-def decode(states: Iterable[Floats], moves: Sequence[tuple[Table, Bytes]], bits: int) -> None:
-    """Add packed symbols of a group to its state: of one record after the other, while a stretch is in the cache."""
-    decoders = {id(table): Decoder(table, bits, _STRETCH) for table, _ in moves}
-    position = 0
-    for state in states:
-        for start in range(0, state.size, _STRETCH):
-            part = state[start : start + _STRETCH]
-            nbytes = packed_nbytes(part.size, bits)
-            for table, packed in moves:
-                decoders[id(table)].add(packed[position : position + nbytes], part)
+def decode(state: Floats, moves: Sequence[tuple[Decoder, Bytes]], room: Room) -> None:
+    """Add packed symbols to a stretch of a leaf: of one record after the other, while a part of it is in the cache."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        position = 0
+        for start in range(0, state.size, room.most):
+            part = state[start : start + room.most]
+            nbytes = packed_nbytes(part.size, room.bits)
+            for decoder, packed in moves:
+                decoder.add(packed[position : position + nbytes], part, room)
             position += nbytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,19 +18,25 @@ from typing import Final
 import numpy as np
 
 from stepwell.codecs import document, record
+from stepwell.codecs.crew import Ahead, Crew, all_threads
 from stepwell.codecs.document import Document
 from stepwell.codecs.floats import AnyArray
 from stepwell.codecs.image import Image
-from stepwell.codecs.layout import State
 from stepwell.codecs.parts import Memory, Move, apply, read
 from stepwell.codecs.record import HEAD_NBYTES, Head
 from stepwell.codecs.segment import BASE_NAME, Found, list_segments, read_records
 from stepwell.errors import ConfigError, DamagedError
 
 _MOST_DOCUMENT_BYTES: Final = 64 << 20
-_MOST_BATCH, _MOST_BATCH_BYTES = 16, 1 << 30
-"""Records that are applied together, and the memory they may take for it, with what is unpacked of them. One is always
-taken.
+_LARGE_NBYTES: Final = 64 << 20
+"""From here on threads that take digests are worth it."""
+Fill = Callable[[dict[str, AnyArray]], None]
+"""Puts the state of a base into its leaves, by name: float32 with their shape, everything else as bytes. If something
+is wrong it is asked again, and what the leaves hold then is of no use.
+"""
+_MOST_BATCH, _MOST_BATCH_BYTES = 64, 1 << 29
+"""Records that are applied together, and the memory they may take for it, with what is unpacked of them; as much again
+for those that are read meanwhile. One is always taken.
 """
 
 
@@ -38,7 +44,7 @@ taken.
 class Restored:
     """The last good state, and the note of its record. number 0 is the base, which has none. `stopped`: why it is not a
     later one, or None if all records are good; `is_torn`: that looks like a crash while the last record was written,
-    and no durable record is lost by it. Leaves that no record has are those of the base, as it was given.
+    and no durable record is lost by it.
     """
 
     number: int
@@ -97,11 +103,11 @@ def read_base(directory: Path, about: Document) -> Image:
     return image
 
 
-def restore(directory: Path, *, base: State | None = None, until: int | None = None) -> Restored:
+def restore(directory: Path, *, base: Fill | None = None, until: int | None = None) -> Restored:
     """The newest good state of a chain, or of its records up to number `until`.
 
-    `base`: the base's state, for a chain that does not hold it. Raises DamagedError if there is no chain or its base is
-    not good; anything else that is wrong shortens the result, and is told in it.
+    `base`: for a chain that does not hold it. Raises DamagedError if there is no chain or its base is not good;
+    anything else that is wrong shortens the result, and is told in it.
     """
     if sys.byteorder != "little":
         raise ConfigError("chains are written and read on little-endian machines only")
@@ -109,15 +115,7 @@ def restore(directory: Path, *, base: State | None = None, until: int | None = N
     if about.is_external and base is None:
         raise ConfigError(f"{directory}: the base of this chain is kept elsewhere; give its state as base=")
 
-    held = [number for number, part in enumerate(about.parts) if part.is_held]  # no record changes these
-
-    def load() -> Image:
-        if base is None:
-            return read_base(directory, about)
-        image = Image.of(about.parts, base, held)
-        _check(image, about.base, "the base that was given")
-        return image
-
+    load = _loader(directory, about, base)
     problems: list[DamagedError] = []
     segments = [(first, path) for first, path in list_segments(directory) if until is None or first <= until]
     for first, path in reversed(segments):
@@ -128,8 +126,28 @@ def restore(directory: Path, *, base: State | None = None, until: int | None = N
             missing = f"records {attempt.number + 1} to {_first_of(problems[-1]) - 1} are missing"
             problems.append(DamagedError(f"{path}: {missing}", path=str(path), torn=False))
         if attempt.number:
-            return _result(about, attempt, problems, base)
-    return _result(about, _Attempt(load(), 0, about.step, about.base, 0), problems, base)
+            return _result(about, attempt, problems)
+    return _result(about, _Attempt(load(), 0, about.step, about.base, 0), problems)
+
+
+def _loader(directory: Path, about: Document, base: Fill | None) -> Callable[[], Image]:
+    """What gives the base, checked. Only one state is in memory: what was given before is of no use then."""
+    held = [number for number, part in enumerate(about.parts) if part.is_held]  # no record changes these
+    room: list[Image] = []
+
+    def load() -> Image:
+        if base is None:
+            return read_base(directory, about)
+        image = room[0] if room else Image(about.parts)
+        room[:] = [image]
+        image.threads = all_threads() if about.nbytes >= _LARGE_NBYTES else 1
+        image.away.clear()
+        base(image.leaves())
+        image.settle(held)
+        _check(image, about.base, "the base that was given")
+        return image
+
+    return load
 
 
 def _replay(about: Document, path: Path, first: int, load: Callable[[], Image], until: int | None) -> _Attempt:
@@ -140,7 +158,9 @@ def _replay(about: Document, path: Path, first: int, load: Callable[[], Image], 
     """
     error, check_each = None, False
     while True:
-        attempt = _advance(about, path, first, load(), until, check_each)
+        records = read_records(path, about.most_record_nbytes)
+        with Ahead(records, lambda found: len(found.body), _MOST_BATCH_BYTES) as ahead:  # while the base is read
+            attempt = _advance(about, path, first, load(), ahead, until, check_each)
         attempt.error = error = attempt.error or error
         if not attempt.number and (check_each or not attempt.is_half):
             return attempt
@@ -179,13 +199,20 @@ class _Batch:
 
     def apply(self, image: Image) -> None:
         """Raises DamagedError; what the image holds then is of no use."""
-        for number, part in enumerate(self._about.parts):
+
+        def work(number: int) -> None:
+            part = self._about.parts[number]
             chosen = part.for_skip(self._about.skip) if self.is_skip else part
             apply(chosen, [moves[number] for moves in self._moves], image.arrays[number])
+
+        with Crew(image.threads) as crew:
+            for _ in crew.each(work, range(len(self._about.parts))):
+                pass
         self._moves, self._nbytes = [], 0
 
 
-def _advance(about: Document, path: Path, first: int, image: Image, until: int | None, check_each: bool) -> _Attempt:
+def _advance(about: Document, path: Path, first: int, image: Image, records: Iterable[Found], until: int | None,
+             check_each: bool) -> _Attempt:  # fmt: skip
     done, at = _Attempt(image, 0, about.step, about.base, 0), _Attempt(image, 0, about.step, about.base, 0)
     batch, expected = _Batch(about), first
 
@@ -201,7 +228,7 @@ def _advance(about: Document, path: Path, first: int, image: Image, until: int |
 
     try:
         try:
-            for found in read_records(path, about.most_record_nbytes):
+            for found in records:
                 _check_place(about, found.head, expected, at, str(path))
                 at.note = batch.add(found)
                 at.number, at.step, at.digest, at.replayed = (
@@ -256,8 +283,8 @@ def _first_of(problem: DamagedError) -> int:
     return number
 
 
-def _result(about: Document, attempt: _Attempt, problems: list[DamagedError], base: State | None) -> Restored:
-    leaves = {**(base or {}), **attempt.image.leaves()}
+def _result(about: Document, attempt: _Attempt, problems: list[DamagedError]) -> Restored:
+    leaves = attempt.image.leaves()
     is_exact = attempt.number == 0 or all(part.spec.is_exact for part in about.parts)
     stopped = f"stopped after record {attempt.number}: {'; '.join(map(str, problems))}" if problems else None
     is_torn = bool(problems) and all(problem.fields.get("torn") for problem in problems)

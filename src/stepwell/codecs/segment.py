@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -99,7 +99,7 @@ class Found:
     body: memoryview
 
 
-def read_records(path: Path, most_nbytes: int) -> Iterator[Found]:
+def read_records(path: Path, most_nbytes: int) -> Generator[Found]:
     """The records of a file in order, each of at most so many bytes. Raises DamagedError at the first that is not
     whole, with `torn` in its fields: whether nothing follows it, as after a crash.
     """

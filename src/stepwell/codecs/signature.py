@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
+from stepwell.codecs.crew import Crew
 from stepwell.codecs.floats import Bytes, Words
 
 COLUMNS: Final = 1 << 14
@@ -25,41 +26,57 @@ FACTOR: Final = 0x9E3779B5
 MIX_BITS: Final = 16
 DIGEST_NBYTES: Final = 16
 _ROWS: Final = 16
-"""Rows that are mixed at once, so that there are fewer calls."""
+"""Rows that are mixed at once: all that is made of them stays in the cache, and calls are few."""
+_SLAB: Final = 256 * COLUMNS
+"""Words that one thread sums up at a time."""
+_POWERS: Final[Words] = np.array([pow(FACTOR, _ROWS - 1 - row, 1 << 32) for row in range(_ROWS)], np.uint32)
 
 
-def signature(*pieces: Bytes) -> Words:
+def signature(*pieces: Bytes, threads: int = 1) -> Words:
     """Of the bytes of a part, which may come in pieces."""
-    sums, room = np.zeros(COLUMNS, np.uint32), np.empty(_ROWS * COLUMNS, np.uint32)
+    sums = np.zeros(COLUMNS, np.uint32)
     row, filled = np.zeros(4 * COLUMNS, np.uint8), 0
-    for data in pieces:
-        if filled:
-            head, data = data[: row.size - filled], data[row.size - filled :]
-            row[filled : filled + head.size] = head
-            filled += head.size
-            if filled < row.size:
-                continue
-            _add(row.view(np.uint32), room, sums)
-        whole = data.size - data.size % row.size
-        words: Words = data[:whole].view(np.uint32)
-        for start in range(0, words.size, room.size):
-            _add(words[start : start + room.size], room, sums)
-        filled = data.size - whole
-        row[:filled] = data[whole:]
+    with Crew(threads) as crew:
+        for data in pieces:
+            if filled:
+                head, data = data[: row.size - filled], data[row.size - filled :]
+                row[filled : filled + head.size] = head
+                filled += head.size
+                if filled < row.size:
+                    continue
+                sums = _join(sums, 1, _sum(row.view(np.uint32)))
+            whole = data.size - data.size % row.size
+            words: Words = data[:whole].view(np.uint32)
+            slabs = [words[start : start + _SLAB] for start in range(0, words.size, _SLAB)]
+            for slab, found in zip(slabs, crew.each(_sum, slabs), strict=True):
+                sums = _join(sums, slab.size // COLUMNS, found)
+            filled = data.size - whole
+            row[:filled] = data[whole:]
     if filled:
         row[filled:] = 0
-        _add(row.view(np.uint32), room, sums)
+        sums = _join(sums, 1, _sum(row.view(np.uint32)))
     return sums
 
 
-def _add(words: Words, room: Words, sums: Words) -> None:
-    """Some more rows, by Horner's rule."""
-    mixed = room[: words.size]
-    np.right_shift(words, np.uint32(MIX_BITS), out=mixed)
-    np.bitwise_xor(mixed, words, out=mixed)
-    for row in mixed.reshape(-1, COLUMNS):
-        np.multiply(sums, np.uint32(FACTOR), out=sums)
-        np.add(sums, row, out=sums)
+def _sum(words: Words) -> Words:
+    """Of some rows alone, `_ROWS` of them at a time, by Horner's rule."""
+    sums, room = np.zeros(COLUMNS, np.uint32), np.empty(min(words.size, _ROWS * COLUMNS), np.uint32)
+    found = np.empty(COLUMNS, np.uint32)
+    for start in range(0, words.size, _ROWS * COLUMNS):
+        part = words[start : start + _ROWS * COLUMNS]
+        mixed = room[: part.size]
+        np.right_shift(part, np.uint32(MIX_BITS), out=mixed)
+        np.bitwise_xor(mixed, part, out=mixed)
+        rows = mixed.reshape(-1, COLUMNS)
+        np.multiply(rows, _POWERS[_ROWS - len(rows) :, None], out=rows)
+        sums = _join(sums, len(rows), np.add.reduce(rows, axis=0, out=found))
+    return sums
+
+
+def _join(sums: Words, rows: int, more: Words) -> Words:
+    """Sums with those of so many rows after them."""
+    np.multiply(sums, np.uint32(pow(FACTOR, rows, 1 << 32)), out=sums)
+    return np.add(sums, more, out=sums)
 
 
 def part_digest(nbytes: int, found: Words) -> bytes:

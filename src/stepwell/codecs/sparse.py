@@ -9,9 +9,9 @@ what is in them, and the compressor has a fifth of the bytes to look at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,14 +58,49 @@ def thin(data: Bytes) -> Sparse | None:
     return Sparse(data.size, marks, values)
 
 
-def fill(nbytes: int, marks: Bytes, values: Callable[[int], Bytes]) -> Bytes:
-    """The bytes again. values: gives as many as it is asked for. Raises DamagedError."""
-    if nbytes % 8 and marks[-1] >> nbytes % 8:
-        raise DamagedError("marks go beyond the symbols")
-    line, found = values(int(np.count_nonzero(_bits(marks)))), np.zeros(nbytes, np.uint8)
-    for piece, places, own in _pieces(found, marks):
-        piece[places] = line[own]
-    return found
+class Source(Protocol):
+    """Bytes from front to end. left: how many there are yet. Raises DamagedError."""
+
+    @property
+    def left(self) -> int: ...
+
+    def fill(self, room: memoryview) -> None: ...
+
+
+class Filler:
+    """The bytes again, from front to end."""
+
+    def __init__(self, nbytes: int, marks: Source, values: Source) -> None:
+        self._left, self._marks, self._values = nbytes, marks, values
+        self._begun, self._used = np.empty(0, np.uint8), 0
+        """The byte of marks of which so many bits are used."""
+
+    def fill(self, room: memoryview) -> None:
+        """The next ones. Raises DamagedError."""
+        line = np.frombuffer(room, np.uint8)
+        line[:] = 0
+        for start in range(0, line.size, 8 * _PIECE):
+            self._fill(line[start : start + 8 * _PIECE])
+        self._left -= line.size
+        if not self._left and (self._values.left or self._begun.any()):
+            raise DamagedError("marks go beyond the symbols, or there are more values than marks")
+
+    def _fill(self, line: Bytes) -> None:
+        ends = self._used + line.size
+        marks = np.empty(marks_nbytes(ends), np.uint8)
+        before = self._begun.size
+        marks[:before] = self._begun
+        self._marks.fill(marks[before:].data)
+        self._begun, self._used = marks[ends // 8 :].copy(), ends % 8
+        if self._used:
+            marks[-1] &= (1 << self._used) - 1
+            self._begun &= 0xFF << self._used & 0xFF
+        places = _places(marks) - (ends - line.size)
+        values = np.empty(places.size, np.uint8)
+        if places.size > self._values.left:
+            raise DamagedError(f"{places.size - self._values.left} values are missing")
+        self._values.fill(values.data)
+        line[places] = values
 
 
 def _pieces(data: Bytes, marks: Bytes) -> Iterator[tuple[Bytes, Places, slice]]:

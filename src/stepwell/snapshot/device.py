@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -321,19 +322,25 @@ class CudaPages:
     """Registers arenas with CUDA, so that copies run at full speed beside compute. Does nothing without CUDA."""
 
     def __init__(self) -> None:
-        self._locked: set[int] = set()
+        self._locked: dict[int, list[int]] = {}
 
     def lock(self, arena: Arena) -> bool:
-        """Takes seconds for many gigabytes; False if there is no device or the driver refused."""
+        """Takes seconds for many gigabytes; False if there is no device or the driver refused.
+
+        Slot by slot: meanwhile the driver lets nobody queue anything. No copy may reach from one to the next.
+        """
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
             return False
-        is_locked = lock_pages(arena.address(), arena.shape.nbytes)
-        if is_locked:
-            self._locked.add(arena.address())
-        return is_locked
+        shape, locked = arena.shape, self._locked.setdefault(arena.address(), [])
+        cuts = [0, *map(shape.start, range(1, shape.slots)), shape.nbytes]
+        for start, end in pairwise(cuts):
+            if not lock_pages(arena.address() + start, end - start):
+                self.unlock(arena)
+                return False
+            locked.append(arena.address() + start)
+        return True
 
     def unlock(self, arena: Arena) -> None:
         """Undo `lock`, if it did something."""
-        if arena.address() in self._locked:
-            self._locked.remove(arena.address())
-            unlock_pages(arena.address())
+        for address in self._locked.pop(arena.address(), []):
+            unlock_pages(address)

@@ -178,7 +178,13 @@ def limits(options: argparse.Namespace, nbytes: int) -> dict[str, float]:
     os.close(fd)
     host = shard.stat().st_size / host_limit(options)
     cores = len(os.sched_getaffinity(0))
-    return {"read the base": disk, "copy the state": host, "apply the records": arithmetic(options, nbytes) / cores}
+    more = disk * records(options)["nbytes"] / shard.stat().st_size
+    return {
+        "read the base": disk,
+        "read the records": more,
+        "copy the state": host,
+        "apply the records": arithmetic(options, nbytes) / cores,
+    }
 
 
 def arithmetic(options: argparse.Namespace, nbytes: int) -> float:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
+from stepwell.codecs import device_moving, parts, replay
+from stepwell.codecs.chain import ChainWriter
 from stepwell.codecs.coder import Given
 from stepwell.codecs.groups import SAME
 from stepwell.codecs.image import Image
@@ -165,3 +169,33 @@ def check_odd_differences(spec: Spec, device: str) -> None:
         values = line.astype(np.float32)
         states: list[Arrays] = [{"a": each[:40_000], "b": each[40_000:]} for each in (np.zeros_like(values), values)]
         Twins(spec, device, leaves, iter(states)).send()
+
+
+def check_records_are_applied(spec: Spec, device: str, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bits of the host: all that can happen to a group, skip records, symbols thinned out or not."""
+    monkeypatch.setattr(parts, "_SHARED_NBYTES", 1)
+    monkeypatch.setattr(parts, "all_threads", lambda: 3)
+    monkeypatch.setattr(device_moving, "_STRETCH", 1000)
+    states, used = walk(), []
+    deltas = Deltas(parameters=spec, small="pool", skip_every=9)
+    with ChainWriter.start(where / "chain", LEAVES, next(states), step=0, deltas=deltas) as chain:
+        known = [chain.state()]
+        for step in range(1, 18):
+            chain.append(step, next(states))
+            known.append(chain.state())
+    real = device_moving.move_on
+
+    def note(*arguments: Any) -> None:
+        used.append(arguments[4])
+        real(*arguments)
+
+    monkeypatch.setattr(device_moving, "move_on", note)
+    for until in (1, 5, 8, 12, 17):
+        monkeypatch.setattr(replay, "_device", lambda about: torch.device(device))
+        found = replay.restore(where / "chain", until=until)
+        monkeypatch.setattr(replay, "_device", lambda about: None)
+        expected = replay.restore(where / "chain", until=until)
+        assert found.number == expected.number == until and found.stopped is None
+        for name, value in expected.leaves.items():
+            assert found.leaves[name].tobytes() == value.tobytes() == known[until][name].tobytes(), name
+    assert used and {each.type for each in used} == {device}

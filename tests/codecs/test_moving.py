@@ -7,16 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import zstandard
 
-from stepwell.codecs import frames, moving, parts, replay
+from stepwell.codecs import device_moving, frames, moving, parts, replay
 from stepwell.codecs.chain import ChainWriter
 from stepwell.codecs.crew import Ahead, Crew
 from stepwell.codecs.layout import Deltas, Leaf
 from stepwell.codecs.replay import restore
 from stepwell.codecs.signature import COLUMNS, signature
-from stepwell.codecs.spec import LC
+from stepwell.codecs.spec import LC, Spec
 from stepwell.errors import DamagedError
+from tests.codecs.device_walks import SPECS, check_records_are_applied
 from tests.codecs.walks import LEAVES, Arrays, assert_is, fill, walk
 
 SIZES = {"a": 5000, "b": 30, "c": 1500, "d": 40}
@@ -54,6 +56,31 @@ def test_values_that_cannot_be_coded_among_others(
             known.append(chain.state())
     for until in range(13):
         assert_is(restore(tmp_path / "chain", until=until), until, known)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text)
+def test_on_a_device_to_the_same_bits(spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands for it here; `tests/gpu/test_device_coder.py` has one."""
+    check_records_are_applied(spec, "cpu", tmp_path, monkeypatch)
+
+
+def test_without_room_on_the_device_the_host_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, tried = walk(), []
+
+    def full(*arguments: object) -> None:
+        tried.append(arguments)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(parts, "_SHARED_NBYTES", 1)
+    monkeypatch.setattr(device_moving, "move_on", full)
+    monkeypatch.setattr(replay, "_device", lambda about: torch.device("cpu"))
+    with ChainWriter.start(tmp_path / "chain", LEAVES, next(states), step=10, deltas=Deltas(small="pool")) as chain:
+        known = [chain.state()]
+        for number in range(1, 4):
+            chain.append(10 + number, next(states))
+            known.append(chain.state())
+    assert_is(restore(tmp_path / "chain"), 3, known)
+    assert tried
 
 
 @pytest.mark.parametrize("bad", [None, 1, 4])

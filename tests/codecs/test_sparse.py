@@ -36,6 +36,8 @@ class Source:
 
 def fill(sparse: Sparse, *sizes: int) -> bytes:
     """In pieces of these sizes; the last one is the rest."""
+    whole = Filler(sparse.nbytes, Source(sparse.marks), Source(sparse.values)).whole()
+    assert (whole.marks == sparse.marks).all() and (whole.values == sparse.values).all()
     filler, found = Filler(sparse.nbytes, Source(sparse.marks), Source(sparse.values)), b""
     for size in [*sizes, sparse.nbytes - sum(sizes)]:
         room = np.full(size, 0xEE, np.uint8)
@@ -127,3 +129,10 @@ def test_marks_beyond_the_symbols() -> None:
     few = Sparse(9, np.array([0, 0b10], np.uint8), np.ones(1, np.uint8))
     with pytest.raises(DamagedError, match="beyond"):
         fill(few)
+
+
+@pytest.mark.parametrize("values", [0, 1, 3])
+def test_a_whole_one_is_checked(values: int) -> None:
+    few = Filler(9, Source(np.array([1, 1], np.uint8)), Source(np.ones(values, np.uint8)))
+    with pytest.raises(DamagedError, match="too many"):
+        few.whole()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.codecs.device_walks import (
     SPECS,
     check_found_in_the_second_pass,
     check_odd_differences,
+    check_records_are_applied,
     check_same_symbols,
 )
 
@@ -41,6 +43,11 @@ def test_odd_differences(spec: Spec) -> None:
 
 def test_what_cannot_be_coded_is_found_in_the_second_pass_too() -> None:
     check_found_in_the_second_pass("cuda")
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text)
+def test_records_are_applied_to_the_same_bits(spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_records_are_applied(spec, "cuda", tmp_path, monkeypatch)
 
 
 def test_without_room_for_the_reference_the_caller_is_told() -> None:

@@ -9,11 +9,12 @@ Holds:   what cannot be coded (NaN, infinity, differences near the end of the ra
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
@@ -30,6 +31,9 @@ from stepwell.codecs.sparse import LEAST_NBYTES, Filler, Sparse, marks_nbytes, t
 from stepwell.codecs.spec import LC, Spec, Top
 from stepwell.codecs.tables import Table, make_table, most_heads, read_table, stored_bits, wanted_ranges
 from stepwell.errors import DamagedError
+
+if TYPE_CHECKING:
+    import torch
 
 HUFFMAN, OLD_CODES, NEW_DICTIONARY, DICTIONARY, SPARSE = 1, 2, 4, 8, 16
 _DICTIONARY_SAMPLES: Final = 8
@@ -83,15 +87,25 @@ def read(part: Part, data: memoryview, memory: Memory) -> Move:
     return _read_deltas(part, data, memory) if part.spec.is_delta else Move(part, data)
 
 
-def apply(part: Part, moves: Sequence[Move], state: AnyArray) -> None:
-    """What records one after the other do to a part. Raises DamagedError; what the state holds then is of no use."""
+def apply(part: Part, moves: Sequence[Move], state: AnyArray, device: torch.device | None = None) -> None:
+    """What records one after the other do to a part; if they do much, on the device. Raises DamagedError; what the
+    state holds then is of no use.
+    """
     if part.spec.is_delta:
-        found = cast("Sequence[DeltaMove]", moves)
-        is_large = sum(move.symbols_nbytes for move in found) >= _SHARED_NBYTES
-        move_on(part, found, state, stored_bits(part.spec), all_threads() if is_large else 1)
+        _apply_deltas(part, cast("Sequence[DeltaMove]", moves), state, device)
     else:
         for move in moves:
             move.apply(state)
+
+
+def _apply_deltas(part: Part, moves: Sequence[DeltaMove], state: Floats, device: torch.device | None) -> None:
+    bits, is_large = stored_bits(part.spec), sum(move.symbols_nbytes for move in moves) >= _SHARED_NBYTES
+    if device is not None and is_large:
+        from stepwell.codecs import device_moving
+
+        with contextlib.suppress(RuntimeError):  # no room there, most likely
+            return device_moving.move_on(part, moves, state, bits, device, all_threads())
+    return move_on(part, moves, state, bits, all_threads() if is_large else 1)
 
 
 def make_symbols(part: Part, values: Sequence[Floats], state: Floats, memory: Memory, reuse: bool) -> Coded:

@@ -80,13 +80,7 @@ class Decoder:
     def __init__(self, table: Table, bits: int, *, is_wide: bool = True) -> None:
         each = _each(bits, is_wide)
         self._word = np.dtype(np.uint8 if bits * each == 8 else np.uint16)
-        # Every symbol that can occur, with those of the other places in the word: the first one varies fastest.
-        known = table.values[: 1 << bits]
-        lookup = np.zeros([1 << bits] * each + [each], np.float32)
-        for place in range(each):
-            filled = lookup[(slice(0, known.size),) * each]
-            filled[..., place] = known.reshape([-1 if axis == each - 1 - place else 1 for axis in range(each)])
-        self._lookup: AnyArray = lookup.reshape(-1).view(_WIDE[each])
+        self._lookup: AnyArray = look_up(table, bits, each).reshape(-1).view(_WIDE[each])
 
     def add(self, packed: Bytes, state: Floats, room: Room) -> None:
         """Move a stretch of the state on. Overflow and NaN are for the caller to see, without a warning."""
@@ -95,6 +89,17 @@ class Decoder:
         np.copyto(indices, words, casting="unsafe")
         np.take(self._lookup, indices, out=found, mode="clip")  # `clip` lets take write to `out` without a copy
         np.add(state, found.view(np.float32)[: state.size], out=state)
+
+
+def look_up(table: Table, bits: int, each: int) -> Floats:
+    """What every word of so many symbols adds, a row for each."""
+    # Every symbol that can occur, with those of the other places in the word: the first one varies fastest.
+    known = table.values[: 1 << bits]
+    found = np.zeros([1 << bits] * each + [each], np.float32)
+    for place in range(each):
+        filled = found[(slice(0, known.size),) * each]
+        filled[..., place] = known.reshape([-1 if axis == each - 1 - place else 1 for axis in range(each)])
+    return found.reshape(-1, each)
 
 
 def _each(bits: int, is_wide: bool) -> int:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -27,9 +27,12 @@ from stepwell.codecs.record import HEAD_NBYTES, Head
 from stepwell.codecs.segment import BASE_NAME, Found, list_segments, read_records
 from stepwell.errors import ConfigError, DamagedError
 
+if TYPE_CHECKING:
+    import torch
+
 _MOST_DOCUMENT_BYTES: Final = 64 << 20
 _LARGE_NBYTES: Final = 64 << 20
-"""From here on threads that take digests are worth it."""
+"""From here on threads that take digests are worth it, and a device."""
 Fill = Callable[[dict[str, AnyArray]], None]
 """Puts the state of a base into its leaves, by name: float32 with their shape, everything else as bytes. If something
 is wrong it is asked again, and what the leaves hold then is of no use.
@@ -173,7 +176,7 @@ class _Batch:
     """Records that were read and are yet to be applied, together."""
 
     def __init__(self, about: Document) -> None:
-        self._about = about
+        self._about, self._device = about, _device(about)
         self._memories = [Memory() for _ in about.parts]
         self._moves: list[list[Move]] = []
         self._nbytes = 0
@@ -203,12 +206,21 @@ class _Batch:
         def work(number: int) -> None:
             part = self._about.parts[number]
             chosen = part.for_skip(self._about.skip) if self.is_skip else part
-            apply(chosen, [moves[number] for moves in self._moves], image.arrays[number])
+            apply(chosen, [moves[number] for moves in self._moves], image.arrays[number], self._device)
 
         with Crew(image.threads) as crew:
             for _ in crew.each(work, range(len(self._about.parts))):
                 pass
         self._moves, self._nbytes = [], 0
+
+
+def _device(about: Document) -> torch.device | None:
+    """What records are applied on, if this process has one and they are large."""
+    if about.nbytes < _LARGE_NBYTES or "torch" not in sys.modules:
+        return None
+    from stepwell.codecs.device_moving import find_device
+
+    return find_device()
 
 
 def _advance(about: Document, path: Path, first: int, image: Image, records: Iterable[Found], until: int | None,

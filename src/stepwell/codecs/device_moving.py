@@ -1,0 +1,104 @@
+"""Records applied together on a device: what `moving` does, where the process that restores has one anyway.
+
+Owns:    the state of a part on the device while records are applied to it.
+Before:  `parts` read what each record says of a part.   After: `replay` takes the digest of the state, on the host.
+Holds:   the same sums in the same order, so the same bits as on the host. If it fails the state is as it was.
+
+Threads of the host only decompress, a record each, in a few long calls: where they add too, they let go of the
+interpreter's lock so often that sixteen of them mostly wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+
+from stepwell.codecs.crew import Crew
+from stepwell.codecs.floats import Bytes, Floats
+from stepwell.codecs.layout import Part
+from stepwell.codecs.moving import Record
+from stepwell.codecs.quantise import look_up, packed_nbytes
+from stepwell.codecs.sparse import Filler, Sparse
+
+_STRETCH: Final = 8 << 20
+"""Packed symbols that are looked up at once: of two bits, 128 MiB of differences."""
+_AHEAD: Final = 8
+"""Records that are decompressed before they are applied."""
+
+
+class Sized(Record, Protocol):
+    """symbols_nbytes: of all symbols, packed."""
+
+    @property
+    def symbols_nbytes(self) -> int: ...
+
+
+def find_device() -> torch.device | None:
+    """The one that this thread uses; None: it uses none."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return None
+
+
+def move_on(part: Part, records: Sequence[Sized], state: Floats, bits: int, device: torch.device, threads: int) -> None:
+    """Apply records to a part. Raises DamagedError, or RuntimeError where the device has no room for it."""
+    waiting = deque(records)
+    ahead: deque[Future[Bytes | Sparse]] = deque()
+    line = torch.from_numpy(state).to(device, copy=True)
+    with Crew(min(threads, _AHEAD)) as crew:
+        for record in records:
+            while waiting and len(ahead) < _AHEAD:
+                ahead.append(crew.submit(_unpack, waiting.popleft()))
+            packed = _up(ahead.popleft().result(), device)
+            _move(part, record, packed, line, bits)
+    torch.from_numpy(state).copy_(line)
+
+
+def _unpack(record: Sized) -> Bytes | Sparse:
+    symbols = record.open()
+    if isinstance(symbols, Filler):
+        return symbols.whole()
+    room = np.empty(record.symbols_nbytes, np.uint8)
+    if room.size:
+        symbols.fill(room.data)
+    return room
+
+
+def _up(found: Bytes | Sparse, device: torch.device) -> torch.Tensor:
+    """Packed symbols, on the device."""
+    if not isinstance(found, Sparse):
+        return torch.from_numpy(found).to(device)
+    marks, values = (torch.from_numpy(line).to(device) for line in (found.marks, found.values))
+    packed = torch.zeros(8 * marks.numel(), dtype=torch.uint8, device=device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    packed.masked_scatter_(((marks.unsqueeze(1) >> shifts) & 1).bool().view(-1), values)
+    return packed
+
+
+def _move(part: Part, record: Sized, packed: torch.Tensor, line: torch.Tensor, bits: int) -> None:
+    tables = list(record.coded)
+    each = 8 // bits
+    found = np.stack([look_up(record.coded[number], bits, each) for number in tables]) if tables else np.empty(0)
+    lookups = dict(zip(tables, torch.from_numpy(found).to(line.device), strict=True))
+    position = 0
+    for number, slots in enumerate(part.groups()):
+        exact = record.exact.get(number)
+        for slot in slots:
+            place = line[slot.start : slot.start + slot.leaf.count]
+            if number in lookups:
+                nbytes = packed_nbytes(slot.leaf.count, bits)
+                for start in range(0, nbytes, _STRETCH):
+                    words = packed[position + start : position + min(start + _STRETCH, nbytes)]
+                    target = place[each * start : each * (start + words.numel())]
+                    steps = lookups[number].index_select(0, words.int()).view(-1)
+                    target.add_(steps[: target.numel()])
+                position += nbytes
+            elif exact is not None:  # whatever came before
+                values = np.frombuffer(exact[: slot.leaf.nbytes], np.float32)
+                place.copy_(torch.from_numpy(values.copy()))
+                exact = exact[slot.leaf.nbytes :]

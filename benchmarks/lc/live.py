@@ -143,6 +143,7 @@ def kill(number: int, folder: Path, passed: list[str], options: argparse.Namespa
         "last": statistics.fmean(list(differences.values())[-10:]),
         "seconds": time.monotonic() - started,
         "losses": [[step, loss] for step, _, loss, _ in after],
+        "truth": [[step, loss] for step, loss in sorted(truth.items())],
     }
 
 
@@ -153,7 +154,7 @@ def records(run: Path) -> list[int]:
 
 def table(found: dict[str, Any]) -> str:
     times = found["rounds"]["times"]
-    plain = statistics.fmean(times["plain"])
+    plain = statistics.fmean(times["plain"]) if times else 1.0
     lines = [
         [name, f"{1000 * statistics.fmean(each):.1f}", f"{100 * (statistics.fmean(each) / plain - 1):+.2f} %",
          " ".join(f"{1000 * value:.1f}" for value in each)]
@@ -201,13 +202,16 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=None, help="where runs are written")
     options, passed = parser.parse_known_args()
     passed += ["--device", options.device]
-    found: dict[str, Any] = {}
+    nothing = {"times": {}, "records": [], "iterations": []}
+    found: dict[str, Any] = {"rounds": nothing, "truth": [], "kills": []}
     with tempfile.TemporaryDirectory(dir=options.scratch) as place:
         for found in rounds(Path(place), passed, options):
             store(found, options)
         for number in range(options.kills):
             truth = {int(step): loss for step, loss in found["truth"]}
-            found["kills"].append(kill(number, Path(place), passed, options, truth))
+            done = kill(number, Path(place), passed, options, truth)
+            found["kills"].append(done)
+            found["truth"] = max(found["truth"], done.pop("truth"), key=len)
             store(found, options)
 
 
@@ -216,7 +220,8 @@ def store(found: dict[str, Any], options: argparse.Namespace) -> None:
 
     def draw(pyplot: Any) -> None:
         pyplot.figure(figsize=(7, 4))
-        pyplot.plot(*zip(*found["truth"], strict=True), color="black", label="uninterrupted")
+        if found["truth"]:
+            pyplot.plot(*zip(*found["truth"], strict=True), color="black", label="uninterrupted")
         for number, each in enumerate(found["kills"]):
             pyplot.plot(*zip(*each["losses"], strict=True), label=f"killed after {each['killed']}", alpha=0.8)
             pyplot.axvline(each["killed"], color=f"C{number}", linestyle=":")

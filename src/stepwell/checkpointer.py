@@ -111,7 +111,7 @@ class Checkpointer:
             strategy=snapshot,
             verify=verify_snapshots or os.environ.get("STEPWELL_VERIFY") == "1",
             host_memory=host_memory,
-            slots=2 if memory is None else 3 if self._deltas is None or self._deltas.device else 4,
+            slots=2 if memory is None else 3 if self._deltas is None else 4,
             deltas=self._deltas,
             log=self._log,
             client=self._client,

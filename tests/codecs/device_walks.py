@@ -175,7 +175,7 @@ def check_records_are_applied(spec: Spec, device: str, where: Path, monkeypatch:
     """To the bits of the host: all that can happen to a group, skip records, symbols thinned out or not."""
     monkeypatch.setattr(parts, "_SHARED_NBYTES", 1)
     monkeypatch.setattr(parts, "all_threads", lambda: 3)
-    monkeypatch.setattr(device_moving, "_STRETCH", 1000)
+    monkeypatch.setattr(device_moving, "_STRETCH", 800)
     states, used = walk(), []
     deltas = Deltas(parameters=spec, small="pool", skip_every=9)
     with ChainWriter.start(where / "chain", LEAVES, next(states), step=0, deltas=deltas) as chain:

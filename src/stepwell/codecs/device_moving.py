@@ -26,7 +26,7 @@ from stepwell.codecs.quantise import look_up, packed_nbytes
 from stepwell.codecs.sparse import Filler, Sparse
 
 _STRETCH: Final = 8 << 20
-"""Packed symbols that are looked up at once: of two bits, 128 MiB of differences."""
+"""Packed symbols that are looked up at once: of two bits, 128 MiB of differences. A multiple of eight."""
 _AHEAD: Final = 8
 """Records that are decompressed before they are applied."""
 
@@ -76,7 +76,12 @@ def _up(found: Bytes | Sparse, device: torch.device) -> torch.Tensor:
     marks, values = (torch.from_numpy(line).to(device) for line in (found.marks, found.values))
     packed = torch.zeros(8 * marks.numel(), dtype=torch.uint8, device=device)
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
-    packed.masked_scatter_(((marks.unsqueeze(1) >> shifts) & 1).bool().view(-1), values)
+    before = 0
+    for line, part in zip(packed.split(_STRETCH), marks.split(_STRETCH // 8), strict=True):
+        found_here = ((part.unsqueeze(1) >> shifts) & 1).bool().view(-1)
+        count = int(found_here.sum())
+        line.masked_scatter_(found_here, values[before : before + count])
+        before += count
     return packed
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,6 +26,7 @@ from stepwell.snapshot.program import Source
 Strategy = Literal["device", "overlap", "blocking"]
 _CHUNK_BYTES = 512 << 20
 """What is copied between two marks: the agent may begin to write up to a mark."""
+_PAUSE_SECONDS = 0.02
 _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Bytes are copied as integers of their width: no type is special."""
 
@@ -327,7 +329,8 @@ class CudaPages:
     def lock(self, arena: Arena) -> bool:
         """Takes seconds for many gigabytes; False if there is no device or the driver refused.
 
-        Slot by slot: meanwhile the driver lets nobody queue anything. No copy may reach from one to the next.
+        Slot by slot: meanwhile the driver lets nobody queue anything, nor after it, unless we leave it alone for a
+        moment. No copy may reach from one to the next.
         """
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
             return False
@@ -337,6 +340,7 @@ class CudaPages:
             if not lock_pages(arena.address() + start, end - start):
                 self.unlock(arena)
                 return False
+            time.sleep(_PAUSE_SECONDS)
             locked.append(arena.address() + start)
         return True
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.codecs import frames, parts
+from stepwell.codecs import device_moving, frames, parts
 from stepwell.codecs.floats import Bytes
 from stepwell.codecs.layout import Deltas, Leaf, arrange
 from stepwell.codecs.parts import Memory
@@ -131,8 +132,13 @@ def test_marks_beyond_the_symbols() -> None:
         fill(few)
 
 
+def test_a_whole_one_with_marks_beyond_the_symbols() -> None:
+    with pytest.raises(DamagedError, match="beyond"):
+        Filler(9, Source(np.array([0, 0b10], np.uint8)), Source(np.ones(1, np.uint8))).whole()
+
+
 @pytest.mark.parametrize("values", [0, 1, 3])
-def test_a_whole_one_is_checked(values: int) -> None:
-    few = Filler(9, Source(np.array([1, 1], np.uint8)), Source(np.ones(values, np.uint8)))
-    with pytest.raises(DamagedError, match="too many"):
-        few.whole()
+def test_as_many_values_as_marks_on_a_device(values: int) -> None:
+    sparse = Sparse(9, np.array([1, 1], np.uint8), np.ones(values, np.uint8))
+    with pytest.raises(DamagedError, match=f"2 marks and {values} values"):
+        device_moving._up(sparse, torch.device("cpu"))

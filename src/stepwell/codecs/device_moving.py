@@ -24,6 +24,7 @@ from stepwell.codecs.layout import Part
 from stepwell.codecs.moving import Record
 from stepwell.codecs.quantise import look_up, packed_nbytes
 from stepwell.codecs.sparse import Filler, Sparse
+from stepwell.errors import DamagedError
 
 _STRETCH: Final = 8 << 20
 """Packed symbols that are looked up at once: of two bits, 128 MiB of differences. A multiple of eight."""
@@ -70,7 +71,7 @@ def _unpack(record: Sized) -> Bytes | Sparse:
 
 
 def _up(found: Bytes | Sparse, device: torch.device) -> torch.Tensor:
-    """Packed symbols, on the device."""
+    """Packed symbols, on the device. Raises DamagedError."""
     if not isinstance(found, Sparse):
         return torch.from_numpy(found).to(device)
     marks, values = (torch.from_numpy(line).to(device) for line in (found.marks, found.values))
@@ -80,8 +81,11 @@ def _up(found: Bytes | Sparse, device: torch.device) -> torch.Tensor:
     for line, part in zip(packed.split(_STRETCH), marks.split(_STRETCH // 8), strict=True):
         found_here = ((part.unsqueeze(1) >> shifts) & 1).bool().view(-1)
         count = int(found_here.sum())
-        line.masked_scatter_(found_here, values[before : before + count])
+        if before + count <= values.numel():
+            line.masked_scatter_(found_here, values[before : before + count])
         before += count
+    if before != values.numel():
+        raise DamagedError(f"{before} marks and {values.numel()} values", expected=before, found=values.numel())
     return packed
 
 

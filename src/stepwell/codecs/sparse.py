@@ -86,13 +86,14 @@ class Filler:
             raise DamagedError("marks go beyond the symbols, or there are more values than marks")
 
     def whole(self) -> Sparse:
-        """All of it, as it is; instead of `fill`. Raises DamagedError."""
+        """All of it, as it is, instead of `fill`: that there are as many values as marks is for the caller to see.
+        Raises DamagedError.
+        """
         found = Sparse(self._left, np.empty(self._marks.left, np.uint8), np.empty(self._values.left, np.uint8))
         self._marks.fill(found.marks.data)
         self._values.fill(found.values.data)
-        is_beyond = found.nbytes % 8 and found.marks[-1] >> found.nbytes % 8
-        if is_beyond or sum(int(np.count_nonzero(_bits(line))) for line in _cut(found.marks)) != found.values.size:
-            raise DamagedError("marks go beyond the symbols, or values are missing or too many")
+        if found.nbytes % 8 and found.marks[-1] >> found.nbytes % 8:
+            raise DamagedError("marks go beyond the symbols")
         return found
 
     def _fill(self, line: Bytes) -> None:
@@ -131,10 +132,6 @@ def _places(marks: Bytes) -> Places:
         return np.flatnonzero(_bits(marks))
     found = np.flatnonzero(_bits(marks[some]))
     return (some.take(found >> 3) << 3) | (found & 7)
-
-
-def _cut(marks: Bytes) -> Iterator[Bytes]:
-    return (marks[start : start + _PIECE] for start in range(0, marks.size, _PIECE))
 
 
 def _bits(marks: Bytes) -> NDArray[np.bool_]:

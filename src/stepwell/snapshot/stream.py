@@ -24,6 +24,8 @@ from stepwell.state.flatten import Flat
 
 _ANSWER_SECONDS = 120.0
 _TRIES = 3
+_ABOUT_ALL = ("replaced", "lost")
+"""Of the words without a number those that end a save; others are about flushes and chains."""
 
 
 class Answers:
@@ -48,8 +50,8 @@ class Answers:
                 message = self._messages.get(timeout=_ANSWER_SECONDS)
             except queue.Empty:
                 return "silent"
-            if message.get("sequence", sequence) == sequence:
-                kind: str = message["type"]
+            kind: str = message["type"]
+            if kind in _ABOUT_ALL or message.get("sequence") == sequence:
                 return kind
 
 

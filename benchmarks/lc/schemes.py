@@ -35,10 +35,14 @@ class Outcome:
 
 
 def run(scheme: str, states: list[State]) -> Outcome:
-    """Follow a trajectory from its base, which is exact, with one checkpoint a state."""
+    """Follow a trajectory from its base, which is exact, with one checkpoint a state; with FULL n one of the whole at
+    every n-th, and the failure in the middle between two.
+    """
     name, _, value = scheme.partition(" ")
     if name == "SCAR":
         return scar(states, float(value) / 100)
+    if name == "FULL":
+        return Outcome(states[-1 - int(value) // 2], 1 / int(value))
     if name == "TOPN":
         return topn(states, float(value) / 100)
     return chain(parse(scheme), states)
@@ -83,6 +87,14 @@ def scar(states: list[State], share: float) -> Outcome:
         for block in np.argpartition(far, -count)[-count:]:
             saved[block * BLOCK : (block + 1) * BLOCK] = now[block * BLOCK : (block + 1) * BLOCK]
     return Outcome(_shaped(saved, base), count * (BLOCK * 4 + 4) / (saved.size * 4))
+
+
+def lose(truth: State, restored: State, part: float, seed: int) -> State:
+    """Only this part of the blocks is lost, at random: the others stay as they are (SCAR's partial recovery)."""
+    line, blocks = _flat(truth), -(-_flat(truth).size // BLOCK)
+    lost = np.zeros(blocks, np.bool_)
+    lost[np.random.default_rng(seed).permutation(blocks)[: round(part * blocks)]] = True
+    return _shaped(np.where(np.repeat(lost, BLOCK)[: line.size], _flat(restored), line), truth)
 
 
 def _nbytes(state: State) -> int:

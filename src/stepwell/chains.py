@@ -13,7 +13,7 @@ import contextlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from stepwell.store import catalog, files
 from stepwell.store.chains import chain_path, list_chains
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
+
+_DIGEST_BYTES: Final = 64 << 20
+"""Of memory for blocks whose checksums are taken."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ def why_broken(paths: RunPaths, base: CheckpointId) -> str | None:
     except DamagedError as error:
         is_there = files.exists(paths.manifest(base)) and files.exists(chain_path(paths, base))
         return str(error) if is_there else None  # else a live run removed it while it was read
+    except (OSError, MemoryError, RuntimeError, StateError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
     return None if state.is_torn else state.stopped
 
 
@@ -128,6 +133,9 @@ def _replay(paths: RunPaths, base: CheckpointId, until: int | None) -> tuple[Rec
     if manifest.world_size != 1:
         raise DamagedError(f"{path}: the base is of {manifest.world_size} ranks", path=str(path))
     record = catalog.read_record(paths, manifest)
+    sizes = {slot.leaf.name: slot.leaf.nbytes for part in read_document(path).parts for slot in part.slots}
+    if sizes != {leaf.name: leaf.end - leaf.start for leaf in _live(record)}:  # before anything is allocated for them
+        raise DamagedError(f"{path}: the chain is of other leaves than its base", path=str(path))
     return record, restore(path, base=lambda leaves: _read_base(paths, record, leaves), until=until)
 
 
@@ -140,10 +148,6 @@ def _read_base(paths: RunPaths, record: Record, leaves: dict[str, AnyArray]) -> 
     """The base's live leaves, with all bytes of its files checked, straight to where records are applied to them."""
     directory = paths.checkpoint(record.id)
     rooms = {name: as_bytes(value.reshape(-1)) for name, value in leaves.items()}
-    if {leaf.name: leaf.end - leaf.start for leaf in _live(record)} != {
-        name: room.size for name, room in rooms.items()
-    }:
-        raise DamagedError(f"{directory}: the chain is of other leaves than its base", path=str(directory))
 
     def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:
         if leaf.file == 0:
@@ -207,7 +211,8 @@ def _part(paths: RunPaths, record: Record, base: CheckpointId, image: Image, hel
         nbytes = min(old.block_bytes, old.nbytes - start)
         return block_digest(image.read(start, nbytes, np.empty(nbytes, np.uint8).data))
 
-    with Crew(all_threads()) as crew:
+    rooms = max(1, _DIGEST_BYTES // old.block_bytes)  # whatever the record says of its blocks
+    with Crew(min(all_threads(), rooms, max(1, len(changed)))) as crew:
         fresh = dict(zip(changed, crew.each(digest, changed), strict=True))
     live = replace(old, blocks=tuple(fresh.get(number, known) for number, known in enumerate(old.blocks)))
     kept = [file for file in record.files[1:] if file.kind != "opaque"]

@@ -45,13 +45,12 @@ class EventLog:
         self._fd: int | None = None
         self._failed = False
         self._kept: list[tuple[int, dict[str, Any]]] = []
-        self._said: tuple[str, str | None] = "", None
+        self._said: dict[str, Any] = {}
 
     def emit(self, event: Event) -> None:
-        """Write one line and mirror it into `logging`: not again, though, what was said last, with the same reason."""
-        said = event.kind, getattr(event, "reason", None)
-        is_again = said == self._said and said[1] is not None and event.severity() < logging.WARNING
-        if event.severity() > logging.DEBUG and not is_again:
+        """Write one line and mirror it into `logging`: not again, though, what was said last, of another step."""
+        said = {**asdict(event), "kind": event.kind, "step": None}
+        if event.severity() > logging.DEBUG and (said != self._said or event.severity() >= logging.WARNING):
             logger.log(event.severity(), "%s", event.text())
             self._said = said
         else:

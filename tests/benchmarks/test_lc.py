@@ -93,6 +93,16 @@ def test_rework_and_its_baselines(tmp_path: Path, data: Path) -> None:
     assert found["TOPN+index 5"]["rework"] == found["TOPN 2.5"]["rework"]
 
 
+@pytest.mark.soak
+def test_rework_of_a_part(tmp_path: Path, data: Path) -> None:
+    options = ["--data", str(data), "--seeds", "0", "--only", "logistic/mnist", "--schemes", "FULL 8;SCAR 12.5"]
+    run("rework", tmp_path, *options, "--lost", "0.5,1")
+    found = {row["scheme"]: row for row in json.loads((tmp_path / "rework.json").read_text())["summary"]}
+    assert set(found) == {"FULL 8, lost 0.5", "FULL 8", "SCAR 12.5, lost 0.5", "SCAR 12.5"}
+    assert 0 < found["FULL 8, lost 0.5"]["error"] < found["FULL 8"]["error"]
+    assert "SCAR's paper" in (tmp_path / "rework.md").read_text()
+
+
 def test_the_baselines_are_what_their_papers_say() -> None:
     code = """
 import numpy as np, schemes

@@ -176,7 +176,8 @@ def check_records_are_applied(spec: Spec, device: str, where: Path, monkeypatch:
     monkeypatch.setattr(parts, "_SHARED_NBYTES", 1)
     monkeypatch.setattr(parts, "all_threads", lambda: 3)
     monkeypatch.setattr(device_moving, "_STRETCH", 800)
-    states, used = walk(), []
+    monkeypatch.setattr(device_moving, "_AHEAD_NBYTES", 40_000)
+    states, tried, used = walk(), [], []
     deltas = Deltas(parameters=spec, small="pool", skip_every=9)
     with ChainWriter.start(where / "chain", LEAVES, next(states), step=0, deltas=deltas) as chain:
         known = [chain.state()]
@@ -186,8 +187,9 @@ def check_records_are_applied(spec: Spec, device: str, where: Path, monkeypatch:
     real = device_moving.move_on
 
     def note(*arguments: Any) -> None:
-        used.append(arguments[4])
+        tried.append(arguments)
         real(*arguments)
+        used.append(arguments[4])
 
     monkeypatch.setattr(device_moving, "move_on", note)
     for until in (1, 5, 8, 12, 17):
@@ -198,4 +200,4 @@ def check_records_are_applied(spec: Spec, device: str, where: Path, monkeypatch:
         assert found.number == expected.number == until and found.stopped is None
         for name, value in expected.leaves.items():
             assert found.leaves[name].tobytes() == value.tobytes() == known[until][name].tobytes(), name
-    assert used and {each.type for each in used} == {device}
+    assert used and len(used) == len(tried) and {each.type for each in used} == {device}

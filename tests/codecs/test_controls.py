@@ -140,7 +140,7 @@ def test_control_without_the_digest_after_a_record_a_wrong_state_is_restored(
     known = write(tmp_path / "chain", 3, Deltas(small="pool"))
     apply = parts.apply
 
-    def wrong(part: parts.Part, moves: list[parts.Move], state: NDArray[np.float32]) -> None:
+    def wrong(part: parts.Part, moves: list[parts.Move], state: NDArray[np.float32], device: object = None) -> None:
         apply(part, moves, state)
         if part.spec == LC():
             state += np.float32(1e-7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from stepwell.codecs.layout import Deltas, arrange, as_bytes
 from stepwell.codecs.parts import Memory, make_symbols, seal
 from stepwell.codecs.replay import restore
 from stepwell.codecs.signature import part_digest, signature
+from stepwell.codecs.sparse import thin
 from stepwell.codecs.spec import LC, Spec, Ternary, Uniform
 from stepwell.codecs.tables import stored_bits
 from stepwell.errors import ConfigError
@@ -93,7 +95,7 @@ def test_a_part_travels_without_its_symbols(spec: Spec) -> None:
     """Through everything that can happen to a group: unchanged, known tables, values that cannot be coded."""
     (part, *_) = arrange(device_walks.LEAVES, Deltas(parameters=spec, small="pool"))
     bits, image, memory, kinds = stored_bits(spec), Image([part]), Memory(), set()
-    states = device_walks.walk()
+    states, is_thinned = device_walks.walk(), False
     pieces = lambda state: [state[slot.leaf.name].reshape(-1) for slot in part.slots]  # noqa: E731
     image.fill([pieces(next(states))])
     for _ in range(14):
@@ -110,6 +112,13 @@ def test_a_part_travels_without_its_symbols(spec: Spec) -> None:
         found = given.load(part, data, symbols)
         assert (found.digest, found.missing, found.way) == (sent.digest, 0.25, 3.5)
         assert found.coded.facts == coded.facts and found.coded.is_same == coded.is_same
-        sealed = [seal(part, each, Memory(), reuse=False, dictionary_bytes=0) for each in (coded, found.coded)]
-        assert sealed[0] == sealed[1]
-    assert kinds == {SAME, FRESH, AGAIN, EXACT}
+        ways = [coded, found.coded]
+        if (sparse := thin(np.concatenate([np.empty(0, np.uint8), *coded.packed]))) is not None:
+            thinned = Given(replace(coded, packed=[], sparse=sparse), bytes(16))
+            line = np.concatenate([sparse.marks, sparse.values, symbols])
+            ways.append(given.load(part, np.frombuffer(given.dump(thinned), np.uint8), line).coded)
+            assert ways[-1].sparse is not None and not ways[-1].packed
+            is_thinned = True
+        sealed = [seal(part, each, Memory(), reuse=False, dictionary_bytes=0) for each in ways]
+        assert all(each == sealed[0] for each in sealed)
+    assert kinds == {SAME, FRESH, AGAIN, EXACT} and is_thinned

@@ -186,6 +186,18 @@ def test_what_is_made_ahead() -> None:
     assert taken == list(range(7))
 
 
+def test_without_a_thread_to_spare_nothing_is_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Crew, "submit", none_left)
+    made: list[int] = []
+    with Ahead(numbers(made), lambda _: 1, 9) as ahead:
+        for number in ahead:
+            assert made[-1] == number
+    assert made == list(range(20))
+
+
 def test_who_stops_early_leaves_nothing_behind() -> None:
     made: list[int] = []
     items = numbers(made)

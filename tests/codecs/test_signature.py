@@ -99,7 +99,7 @@ def test_a_state_that_is_not_right_is_found_among_many(
             spoiled.append(move)
         return move
 
-    def wrong(part: parts.Part, moves: list[parts.Move], state: np.ndarray) -> None:
+    def wrong(part: parts.Part, moves: list[parts.Move], state: np.ndarray, device: object = None) -> None:
         apply(part, moves, state)
         if any(move in spoiled for move in moves):
             state[3] += np.float32(1)

@@ -126,6 +126,14 @@ def test_a_length_that_leads_out_of_the_section() -> None:
         apply(memoryview(bytes(data)))
 
 
+@pytest.mark.parametrize("flags", [parts.SPARSE | parts.HUFFMAN, parts.SPARSE | parts.DICTIONARY, 32, 2, 4])
+def test_flags_that_no_writer_of_ours_has(flags: int) -> None:
+    data = bytearray(section(frames.compress(bytes(1250)), frames.compress(b"")))
+    data[0] = flags
+    with pytest.raises(DamagedError, match="newer stepwell"):
+        apply(memoryview(bytes(data)))
+
+
 def test_marks_beyond_the_symbols() -> None:
     few = Sparse(9, np.array([0, 0b10], np.uint8), np.ones(1, np.uint8))
     with pytest.raises(DamagedError, match="beyond"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from stepwell.codecs.image import Image
 from stepwell.codecs.layout import Part, as_bytes
 from stepwell.codecs.parts import Memory, make_symbols
 from stepwell.codecs.signature import part_digest, signature
+from stepwell.codecs.sparse import thin
 from stepwell.codecs.tables import stored_bits
 from stepwell.snapshot import symbols
 
@@ -25,7 +27,7 @@ class HostCoder:
         self.part, self.image, self.memory = part, Image([part]), Memory()
         self.bits = stored_bits(part.spec)
         self.packed_nbytes = group_nbytes(part.slots, self.bits)
-        self.bases = 0
+        self.bases = self.sparse = 0
         self.is_pending = False
         self.may_finish = threading.Event()
         self.may_finish.set()
@@ -53,6 +55,12 @@ class HostCoder:
             if kind in (FRESH, AGAIN):
                 out[position : position + nbytes] = next(lines)
             position += nbytes
+        packed = np.concatenate([np.empty(0, np.uint8), *self.coded.packed])
+        if (sparse := thin(packed)) is not None:
+            end = sparse.marks.size + sparse.values.size
+            out[: sparse.marks.size], out[sparse.marks.size : end], out[end:] = sparse.marks, sparse.values, 0xEE
+            self.coded = replace(self.coded, packed=[], sparse=sparse)
+            self.sparse += 1
         array = self.image.arrays[0]
         return Given(self.coded, part_digest(array.nbytes, signature(as_bytes(array))), 1.0, 100.0)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 import stepwell
-from stepwell.chains import find_chains
+from stepwell.chains import find_chains, why_broken
 from stepwell.cli.main import main
+from stepwell.codecs.replay import read_document
 from stepwell.store.paths import RunPaths
 from tests.deltas.walk import State, chained, crashed, distance, same, state_of, train
 from tests.loop.small import Small
@@ -143,6 +145,20 @@ def test_a_record_that_is_damaged_ends_the_chain_before_it(left: Path) -> None:
     path.write_bytes(data)
     run = reopen(left, "newest")
     assert run.ckpt.status().step == STEPS - 1
+    run.ckpt.close(save=False)
+
+
+def test_sizes_are_not_believed_before_the_base_has_them(left: Path) -> None:
+    """Nothing is allocated for a document that says more than there is; what is exact comes back."""
+    for path in (left / "chains").glob("*/chain.json"):
+        about = read_document(path.parent)
+        first, *others = about.parts
+        slot = replace(first.slots[0], leaf=replace(first.slots[0].leaf, shape=(1 << 44,)))
+        path.write_bytes(replace(about, parts=(replace(first, slots=(slot, *first.slots[1:])), *others)).dump())
+    problems = [why_broken(RunPaths(left), chain.base) for chain in find_chains(RunPaths(left))]
+    assert problems and all("other leaves than its base" in str(problem) for problem in problems)
+    run = reopen(left, "newest")
+    assert run.ckpt.status().step == bases(left)[-1]
     run.ckpt.close(save=False)
 
 

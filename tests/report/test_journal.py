@@ -27,6 +27,15 @@ def test_the_same_again_is_for_the_file_alone(tmp_path: Path, caplog: pytest.Log
     assert [event["step"] for event in read_events(log.path)] == [0, 1, 2, 3, 4]
 
 
+def test_another_choice_for_the_same_reason_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="stepwell")
+    log = EventLog(tmp_path / "events.jsonl", who="trainer")
+    for step, strategy in enumerate(("device", "overlap", "overlap")):
+        log.emit(events.Strategy(step=step, strategy=strategy, reason="waits less at the gate"))
+    log.close()
+    assert ["device" in record.message for record in caplog.records] == [True, False]
+
+
 def test_warnings_are_always_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = EventLog(tmp_path / "events.jsonl", who="trainer")
     for step in range(2):

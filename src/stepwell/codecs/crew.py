@@ -66,7 +66,10 @@ class Ahead(Generic[Item]):
         self._end: Future[None] | None = None
 
     def __enter__(self) -> Ahead[Item]:
-        self._end = self._work.submit(self._make)
+        try:
+            self._end = self._work.submit(self._make)
+        except RuntimeError:  # no more threads: each is made when it is asked for
+            self._is_closed = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -92,7 +95,9 @@ class Ahead(Generic[Item]):
                 self._change.notify_all()
 
     def __iter__(self) -> Iterator[Item]:
-        assert self._end is not None
+        if self._end is None:
+            yield from self._items
+            return
         while True:
             with self._change:
                 self._change.wait_for(lambda: self._made or self._is_closed)

@@ -2,7 +2,8 @@
 
 Owns:    the state of a part on the device while records are applied to it.
 Before:  `parts` read what each record says of a part.   After: `replay` takes the digest of the state, on the host.
-Holds:   the same sums in the same order, so the same bits as on the host. If it fails the state is as it was.
+Holds:   the same sums in the same order, so the same bits as on the host. Until all records are applied the state on
+         the host is as it was.
 
 Threads of the host only decompress, a record each, in a few long calls: where they add too, they let go of the
 interpreter's lock so often that sixteen of them mostly wait for it.
@@ -28,8 +29,9 @@ from stepwell.errors import DamagedError
 
 _STRETCH: Final = 8 << 20
 """Packed symbols that are looked up at once: of two bits, 128 MiB of differences. A multiple of eight."""
-_AHEAD: Final = 8
-"""Records that are decompressed before they are applied."""
+_AHEAD_NBYTES: Final = 512 << 20
+"""Packed symbols of records that are decompressed before they are applied. One always is."""
+_MOST_THREADS: Final = 8
 
 
 class Sized(Record, Protocol):
@@ -40,23 +42,33 @@ class Sized(Record, Protocol):
 
 
 def find_device() -> torch.device | None:
-    """The one that this thread uses; None: it uses none."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.device("cuda", torch.cuda.current_device())
-    return None
+    """The one that holds most of what this process has on any; None: it has nothing there."""
+    if not torch.cuda.is_initialized():
+        return None
+    held = {number: torch.cuda.memory_allocated(number) for number in range(torch.cuda.device_count())}
+    most = max(held, key=held.__getitem__, default=0)
+    return torch.device("cuda", most) if held.get(most) else None
+
+
+def give_back(device: torch.device) -> None:
+    """What was used, to the driver: others may need it."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
 
 
 def move_on(part: Part, records: Sequence[Sized], state: Floats, bits: int, device: torch.device, threads: int) -> None:
     """Apply records to a part. Raises DamagedError, or RuntimeError where the device has no room for it."""
-    waiting = deque(records)
+    waiting, held = deque(records), 0
     ahead: deque[Future[Bytes | Sparse]] = deque()
     line = torch.from_numpy(state).to(device, copy=True)
-    with Crew(min(threads, _AHEAD)) as crew:
+    with Crew(min(threads, _MOST_THREADS)) as crew:
         for record in records:
-            while waiting and len(ahead) < _AHEAD:
+            while waiting and (not ahead or held + waiting[0].symbols_nbytes <= _AHEAD_NBYTES):
+                held += waiting[0].symbols_nbytes
                 ahead.append(crew.submit(_unpack, waiting.popleft()))
-            packed = _up(ahead.popleft().result(), device)
-            _move(part, record, packed, line, bits)
+            _move(part, record, _up(ahead.popleft().result(), device), line, bits)
+            held -= record.symbols_nbytes
     torch.from_numpy(state).copy_(line)
 
 

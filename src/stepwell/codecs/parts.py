@@ -9,7 +9,6 @@ Holds:   what cannot be coded (NaN, infinity, differences near the end of the ra
 
 from __future__ import annotations
 
-import contextlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +30,13 @@ from stepwell.codecs.sparse import LEAST_NBYTES, Filler, Sparse, marks_nbytes, t
 from stepwell.codecs.spec import LC, Spec, Top
 from stepwell.codecs.tables import Table, make_table, most_heads, read_table, stored_bits, wanted_ranges
 from stepwell.errors import DamagedError
+from stepwell.events import logger
 
 if TYPE_CHECKING:
     import torch
 
 HUFFMAN, OLD_CODES, NEW_DICTIONARY, DICTIONARY, SPARSE = 1, 2, 4, 8, 16
+_KNOWN_FLAGS: Final = (0, HUFFMAN, HUFFMAN | OLD_CODES, DICTIONARY, DICTIONARY | NEW_DICTIONARY, SPARSE)
 _DICTIONARY_SAMPLES: Final = 8
 _SHARED_NBYTES: Final = 4 << 20
 """From so many bytes of symbols on, a restore applies them with several threads."""
@@ -103,8 +104,10 @@ def _apply_deltas(part: Part, moves: Sequence[DeltaMove], state: Floats, device:
     if device is not None and is_large:
         from stepwell.codecs import device_moving
 
-        with contextlib.suppress(RuntimeError):  # no room there, most likely
+        try:
             return device_moving.move_on(part, moves, state, bits, device, all_threads())
+        except RuntimeError as error:  # no room there, most likely
+            logger.info("records are applied on the host: %s", error)
     return move_on(part, moves, state, bits, all_threads() if is_large else 1)
 
 
@@ -242,6 +245,8 @@ def _read_deltas(part: Part, data: memoryview, memory: Memory) -> DeltaMove:
 def _grow(part: Part, flags: int, data: memoryview, nbytes: int, memory: Memory) -> Callable[[], Symbols]:
     """What gives the packed symbols, `nbytes` of them."""
     reader = _Reader(data)
+    if flags not in _KNOWN_FLAGS:
+        raise DamagedError(f"symbols with the flags {flags}: of a newer stepwell, or damaged", found=flags)
     if flags & HUFFMAN:
         bits = stored_bits(part.spec)
         if not nbytes:

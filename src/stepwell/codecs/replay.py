@@ -116,13 +116,13 @@ def restore(directory: Path, *, base: Fill | None = None, until: int | None = No
         raise ConfigError("chains are written and read on little-endian machines only")
     about = read_document(directory)
     if about.is_external and base is None:
-        raise ConfigError(f"{directory}: the base of this chain is kept elsewhere; give its state as base=")
+        raise ConfigError(f"{directory}: the base of this chain is kept elsewhere; base= has to fill its leaves")
 
-    load = _loader(directory, about, base)
+    load, device = _loader(directory, about, base), _device(about)
     problems: list[DamagedError] = []
     segments = [(first, path) for first, path in list_segments(directory) if until is None or first <= until]
     for first, path in reversed(segments):
-        attempt = _replay(about, path, first, load, until)
+        attempt = _replay(about, path, first, load, until, device)
         if attempt.error is not None:
             problems.append(attempt.error)
         elif problems and attempt.number + 1 != _first_of(problems[-1]):
@@ -153,7 +153,8 @@ def _loader(directory: Path, about: Document, base: Fill | None) -> Callable[[],
     return load
 
 
-def _replay(about: Document, path: Path, first: int, load: Callable[[], Image], until: int | None) -> _Attempt:
+def _replay(about: Document, path: Path, first: int, load: Callable[[], Image], until: int | None,
+            device: torch.device | None) -> _Attempt:  # fmt: skip
     """As far as one segment goes.
 
     Many records are applied at once, and the digest is taken of the last state alone. Only if something is wrong is
@@ -163,7 +164,9 @@ def _replay(about: Document, path: Path, first: int, load: Callable[[], Image], 
     while True:
         records = read_records(path, about.most_record_nbytes)
         with Ahead(records, lambda found: len(found.body), _MOST_BATCH_BYTES) as ahead:  # while the base is read
-            attempt = _advance(about, path, first, load(), ahead, until, check_each)
+            attempt = _advance(about, path, first, load(), ahead, until, check_each, device)
+        if device is not None:
+            _give_back(device)
         attempt.error = error = attempt.error or error
         if not attempt.number and (check_each or not attempt.is_half):
             return attempt
@@ -175,8 +178,8 @@ def _replay(about: Document, path: Path, first: int, load: Callable[[], Image], 
 class _Batch:
     """Records that were read and are yet to be applied, together."""
 
-    def __init__(self, about: Document) -> None:
-        self._about, self._device = about, _device(about)
+    def __init__(self, about: Document, device: torch.device | None) -> None:
+        self._about, self._device = about, device
         self._memories = [Memory() for _ in about.parts]
         self._moves: list[list[Move]] = []
         self._nbytes = 0
@@ -223,10 +226,16 @@ def _device(about: Document) -> torch.device | None:
     return find_device()
 
 
+def _give_back(device: torch.device) -> None:
+    from stepwell.codecs.device_moving import give_back
+
+    give_back(device)
+
+
 def _advance(about: Document, path: Path, first: int, image: Image, records: Iterable[Found], until: int | None,
-             check_each: bool) -> _Attempt:  # fmt: skip
+             check_each: bool, device: torch.device | None) -> _Attempt:  # fmt: skip
     done, at = _Attempt(image, 0, about.step, about.base, 0), _Attempt(image, 0, about.step, about.base, 0)
-    batch, expected = _Batch(about), first
+    batch, expected = _Batch(about, device), first
 
     def apply_all() -> None:
         done.is_half = True

@@ -45,9 +45,10 @@ class Answers:
 
     def wait(self, sequence: int) -> str:
         """Block for the next word about this save: its kind, or `silent` if none comes."""
+        until = time.monotonic() + _ANSWER_SECONDS
         while True:
             try:
-                message = self._messages.get(timeout=_ANSWER_SECONDS)
+                message = self._messages.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 return "silent"
             kind: str = message["type"]

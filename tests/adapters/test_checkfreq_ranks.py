@@ -29,8 +29,8 @@ def torchrun(where: Path, ranks: int, *, restarts: int = 0, **settings: str) -> 
 
 
 def weights(output: str) -> list[str]:
-    """What each rank said at its end."""
-    return sorted(re.findall(r"rank \d+ weights \w+", output))
+    """What each rank said at its end. Two may have said it before either ended its line."""
+    return sorted(re.findall(r"rank \d+ weights [0-9a-f]{64}", output))
 
 
 def history(where: Path, ranks: int) -> list[list[str]]:

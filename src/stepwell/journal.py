@@ -25,6 +25,7 @@ from stepwell.events import Event, Log, logger
 _CLOSE_SECONDS = 5.0
 _MOST_WAITING = 100_000
 _MAX_LINE_BYTES = 1 << 20
+_AGAIN_SECONDS = 60.0
 
 
 class EventLog:
@@ -46,13 +47,12 @@ class EventLog:
         self._failed = False
         self._kept: list[tuple[int, dict[str, Any]]] = []
         self._said: dict[str, Any] = {}
+        self._said_at = 0.0
 
     def emit(self, event: Event) -> None:
-        """Write one line and mirror it into `logging`: not again, though, what was said last, of another step."""
-        said = {**asdict(event), "kind": event.kind, "step": None}
-        if event.severity() > logging.DEBUG and (said != self._said or event.severity() >= logging.WARNING):
+        """Write one line and mirror it into `logging`: not again, for a while, what was said last, of another step."""
+        if event.severity() > logging.DEBUG and not self._is_said(event):
             logger.log(event.severity(), "%s", event.text())
-            self._said = said
         else:
             logger.debug("%s", event.kind)
         line = {
@@ -69,6 +69,14 @@ class EventLog:
             self._write(data)
             return
         self.later(lambda: self._write(data))
+
+    def _is_said(self, event: Event) -> bool:
+        """Whether nothing else was said since; else it is from now on. Warnings are never."""
+        said, now = {**asdict(event), "kind": event.kind, "step": None}, time.monotonic()
+        if said == self._said and now < self._said_at + _AGAIN_SECONDS and event.severity() < logging.WARNING:
+            return True
+        self._said, self._said_at = said, now
+        return False
 
     def later(self, call: Callable[[], None]) -> None:
         """Run a call on the writing thread, in order. Dropped while the file system hangs and too many wait."""

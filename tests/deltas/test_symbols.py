@@ -62,13 +62,20 @@ def train_chained(run: Wide, steps: int) -> dict[int, State]:
     return truth | train(run, steps, is_chained=True)
 
 
-def test_records_lead_to_the_bits_of_the_coder(run: Wide, coders: list[HostCoder], tmp_path: Path) -> None:
-    """And everything else of a record is exact, but for the moments, which are those of the base."""
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_records_lead_to_the_bits_of_the_coder(
+    is_sparse: bool, run_dir: Path, coders: list[HostCoder], tmp_path: Path
+) -> None:
+    """And everything else of a record is exact, but for the moments, which are those of the base. Symbols come packed,
+    or, of a code with few that are not zero, as marks and values.
+    """
+    run = coded(run_dir, replace(HELD, parameters=stepwell.LC(bits=2)) if is_sparse else HELD)
     known: dict[int, dict[str, np.ndarray]] = {}
     truth = train_chained(run, 1)
     truth |= train(run, 12, lambda step: known.update({step: readers_state(coders[0])}), is_chained=True)
     left = crashed(run, tmp_path / "left")
-    assert len(coders) == 1
+    assert len(coders) == 1 and bool(coders[0].sparse) is is_sparse
+    run.ckpt.close(save=False)
     again = coded(left)
     assert again.ckpt.restore(prefer="newest")
     step, found = again.ckpt.status().step, state_of(again)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell import events
+from stepwell import events, journal
 from stepwell.codecs.events import ChainEnded
 from stepwell.journal import EventLog, read_events
 
@@ -25,6 +25,18 @@ def test_the_same_again_is_for_the_file_alone(tmp_path: Path, caplog: pytest.Log
         "snapshot skipped: step=4, reason=no memory yet",
     ]
     assert [event["step"] for event in read_events(log.path)] == [0, 1, 2, 3, 4]
+
+
+def test_after_a_while_it_is_said_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_AGAIN_SECONDS", 0.0)
+    caplog.set_level(logging.INFO, logger="stepwell")
+    log = EventLog(tmp_path / "events.jsonl", who="trainer")
+    for step in range(2):
+        log.emit(events.SnapshotSkipped(step=step, reason="all slots are busy"))
+    log.close()
+    assert len(caplog.records) == 2
 
 
 def test_another_choice_for_the_same_reason_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,7 @@ from stepwell.errors import DamagedError
 LEAST_NBYTES: Final = 4096
 """Up to here the few bytes of two frames instead of one matter, and dictionaries help."""
 _PIECE: Final = 1 << 15
-Places = NDArray[np.intp]
+Numbers = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Filler:
         line[places] = values
 
 
-def _pieces(data: Bytes, marks: Bytes) -> Iterator[tuple[Bytes, Places, slice]]:
+def _pieces(data: Bytes, marks: Bytes) -> Iterator[tuple[Bytes, Numbers, slice]]:
     """Data, as much at once as a cache holds with its places; where it has a mark; and which of all marks these are."""
     before = 0
     for start in range(0, marks.size, _PIECE):
@@ -123,7 +123,7 @@ def _pieces(data: Bytes, marks: Bytes) -> Iterator[tuple[Bytes, Places, slice]]:
         before += places.size
 
 
-def _places(marks: Bytes) -> Places:
+def _places(marks: Bytes) -> Numbers:
     """Numbers of the bits that are set. NumPy goes from one to the next where they are less than a tenth; then marks
     without any are left out first, so that they are more.
     """

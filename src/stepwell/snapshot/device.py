@@ -27,6 +27,7 @@ Strategy = Literal["device", "overlap", "blocking"]
 _CHUNK_BYTES = 512 << 20
 """What is copied between two marks: the agent may begin to write up to a mark."""
 _PAUSE_SECONDS = 0.02
+"""In which others get at the driver."""
 _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Bytes are copied as integers of their width: no type is special."""
 
@@ -340,8 +341,8 @@ class CudaPages:
             if not lock_pages(arena.address() + start, end - start):
                 self.unlock(arena)
                 return False
-            time.sleep(_PAUSE_SECONDS)
             locked.append(arena.address() + start)
+            time.sleep(_PAUSE_SECONDS)
         return True
 
     def unlock(self, arena: Arena) -> None:

@@ -5,13 +5,16 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp
 PIP_INSTALL := $(PY) -m pip -qq --no-input --disable-pip-version-check install
 
+# Tests start hundreds of processes: each would compile stepwell and the tests again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := test
-.PHONY: test test-mpi test-horovod test-azure test-triton soak demo lint wheel-check clean
+.PHONY: test test-mpi test-horovod test-azure test-triton test-hosts soak demo lint wheel-check clean
 
 # pytest comes last: its closing line is the last line of the output. Four processes on two cores: many tests wait, and
 # who is done early takes over from the others.
 test: lint
-	@$(PY) -m pytest -n 4 --dist worksteal -m 'not soak'
+	@$(PY) -m pytest -n 4 --dist worksteal -m 'not soak and not hosts'
 
 # Ends with what each part did and its seed; `make soak STEPWELL_SOAK_SEED=n` draws the same kills and cuts again.
 soak: export STEPWELL_SOAK_SEED := $(STEPWELL_SOAK_SEED)
@@ -38,6 +41,10 @@ test-azure: $(STAMP)
 test-triton: $(STAMP)
 	@test -d build/triton/triton || $(PIP_INSTALL) --no-deps --constraint constraints.txt --target build/triton triton
 	@PYTHONPATH=$(CURDIR)/build/triton $(PY) -m pytest -n 2 tests/codecs/test_device.py tests/deltas/test_device.py tests/benchmarks/test_lc.py -k device
+
+# Hosts with networks, disks and process tables of their own. Needs root and iproute2, and skips with the reason.
+test-hosts: $(STAMP)
+	@$(PY) -m pytest tests/hosts --timeout 900
 
 demo: $(STAMP)
 	@echo "training on handwritten digits twice: once uninterrupted, once with five kills (about a minute)"

@@ -77,7 +77,7 @@ def wrapped(given: Any) -> Any:
     """What `ckpt.data` is, alone."""
     from stepwell.data.batches import Batches
 
-    data = Batches(given, lambda: None, lambda: None, lambda: None)
+    data = Batches(given)
     data.begin(7)
     return data
 

@@ -35,6 +35,7 @@ import stepwell
 import stepwell.holdings
 import stepwell.reopen
 import stepwell.restore.load
+import stepwell.search
 from stepwell.format.record import Record
 from stepwell.journal import read_events
 from stepwell.restore import place
@@ -92,15 +93,15 @@ PHASES = (
     (stepwell.reopen.catalog, "scan", "scan directory"),
     (stepwell.reopen.catalog, "read_record", "read record"),
     (stepwell.holdings.Record, "load", "parse record (arena)"),
-    (stepwell.restore.load, "_Fit", "compare with live"),
-    (stepwell.restore.load._Fit, "targets", "fresh tensors"),
+    (stepwell.restore.load, "Fit", "compare with live"),
+    (stepwell.restore.load.Fit, "targets", "fresh tensors"),
     (stepwell.restore.load, "read_record_leaves", "read, verify, place"),
     (stepwell.restore.load, "Placing", "prepare placing"),
     (stepwell.restore.load, "unflatten", "build state"),
     (stepwell.restore.load, "_give", "load_state_dict"),
     (stepwell.reopen, "create_next", "new lineage"),
-    (stepwell.reopen, "load", "= load in all"),
-    (stepwell.reopen, "_try_all", "= load and events"),
+    (stepwell.search, "load", "= load in all"),
+    (stepwell.search.Search, "_try", "= load and events"),
 )
 
 

@@ -14,6 +14,7 @@ import importlib
 import os
 import random
 import time
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -51,10 +52,14 @@ def parse():
     add("--chk-freq", type=int, default=0, metavar="N", help="every N steps, instead of the automatic frequency")
     add("--chk_mode_baseline", action="store_true", help="at each epoch's end; with --chk-freq: waiting for the disk")
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add("--barrier", action="store_true", help="let all ranks wait for each other after every step")
+    for flag in ("--checkfreq", "--cf_iterator", "--dynamic", "--persist"):
+        add(flag, action="store_true", help="always so")
+    add("--local-rank", "--local_rank", help="given by torch.distributed.launch, which also sets LOCAL_RANK")
     args = parser.parse_args()
     args.ranks, args.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    if args.dali and (args.data is None or args.ranks > 1):
-        parser.error("--dali reads files, on one rank: give --data, and no torchrun")
+    if args.dali and args.data is None:
+        parser.error("--dali reads files: give --data")
     return args
 
 
@@ -82,9 +87,8 @@ class Folder(Dataset):
 
     def __init__(self, root, size, is_training):
         self.classes = sorted(path.name for path in Path(root).iterdir() if path.is_dir())
-        pairs = [(path, label) for label, name in enumerate(self.classes) for path in Path(root, name).iterdir()]
-        self.pairs = sorted(pairs)
-        self.size, self.is_training = size, is_training
+        pairs = ((path, label) for label, name in enumerate(self.classes) for path in Path(root, name).iterdir())
+        self.pairs, self.size, self.is_training = sorted(pairs), size, is_training
 
     def __len__(self):
         return len(self.pairs)
@@ -110,19 +114,22 @@ class Folder(Dataset):
 
 
 class Dali:
-    """Batches of train/ from stock DALI. Its position is tracked, and it is built anew around it."""
+    """Batches of this rank's part of train/ from stock DALI. Its position is tracked; it is built anew around it."""
 
     def __init__(self, root, args):
         from stepwell.adapters.dali import FileReader
 
-        self.make_reader = lambda **position: FileReader(file_root=str(root), draws=3, cf_det=True, **position)
+        part = {"file_root": str(root), "num_shards": args.ranks, "draws": 3, "cf_det": True}
+        self.make_reader = lambda **position: FileReader(**part, shard_id=args.rank, **position)
         self.args, self.epoch, self.samples = args, 0, 0
-        self.length = self.make_reader().epoch_size()
+        self.length = FileReader(**part).epoch_size()  # the first part is the smallest: all ranks take as many steps
 
     def state_dict(self):
-        return {"epoch": self.epoch, "samples": self.samples}
+        return {"epoch": self.epoch, "samples": self.samples, "ranks": self.args.ranks}
 
     def load_state_dict(self, state):
+        if state["samples"] and state.get("ranks", 1) != self.args.ranks:
+            raise ValueError(f"saved in mid-epoch on {state['ranks']} ranks: with --dali start as many again")
         self.epoch, self.samples = state["epoch"], state["samples"]
 
     def __len__(self):
@@ -132,7 +139,8 @@ class Dali:
         from nvidia.dali import fn, pipeline_def, types
         from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
-        is_gpu, size, left = self.args.device.startswith("cuda"), self.args.image_size, self.length - self.samples
+        is_gpu, size = self.args.device.startswith("cuda"), self.args.image_size
+        left = max(0, len(self) - self.samples // self.args.batch_size)
         reader = self.make_reader(resume_index=self.samples, resume_epoch=self.epoch)
 
         @pipeline_def(batch_size=self.args.batch_size, num_threads=max(1, self.args.workers), seed=1)
@@ -152,7 +160,7 @@ class Dali:
             return images, labels
 
         batches = pipeline(device_id=torch.cuda.current_device() if is_gpu else None)
-        for batch in DALIGenericIterator(batches, ["images", "labels"]) if left > 0 else ():
+        for batch in islice(DALIGenericIterator(batches, ["images", "labels"]), left) if left else ():
             self.samples = min(self.length, self.samples + self.args.batch_size)
             yield batch[0]["images"], batch[0]["labels"].squeeze(1).long()
         self.epoch, self.samples = self.epoch + 1, 0
@@ -192,8 +200,7 @@ def make_model(name, classes):
             options = {"aux_logits": False} if name == "inception_v3" and library != "timm" else {}
             return getattr(found, make)(name, num_classes=classes, **options)
         except (ImportError, RuntimeError, ValueError, KeyError) as error:
-            print(f"{library} gives no {name}: {error}")
-    print("using the small ResNet of this file instead")
+            print(f"{library} gives no {name}: {error}. Without it the small ResNet of this file is used")
     return small_resnet(classes)
 
 
@@ -219,9 +226,7 @@ def main():
         random.seed(1)
         torch.manual_seed(1)
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-    else:
-        torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = not args.deterministic
 
     def pictures(part, samples):
         if args.data is None:
@@ -246,10 +251,9 @@ def main():
     )
 
     is_waiting = args.chk_mode_baseline and args.chk_freq > 0
+    policy = stepwell.Every(steps=args.chk_freq) if args.chk_freq > 0 else None  # None: the automatic one
     if args.chk_mode_baseline:
         policy = stepwell.Never() if is_waiting else stepwell.Every(epochs=1)
-    else:
-        policy = stepwell.Every(steps=args.chk_freq) if args.chk_freq > 0 else None  # None: the automatic one
     # DALI's iterator keeps its own position, so it is tracked; a DataLoader is brought to any position as data=.
     source = {"dali": loader} if args.dali else {"data": loader}
     ckpt = stepwell.Checkpointer(
@@ -257,7 +261,6 @@ def main():
     )
     if args.resume:
         ckpt.restore()
-
     for epoch in ckpt.epochs(args.epochs):
         started = time.monotonic()
         for number, (images, labels) in enumerate(loader if args.dali else ckpt.data, 1):
@@ -269,17 +272,17 @@ def main():
             optimizer.step()
             schedule.step()
             ckpt.log(loss=loss)
-            is_end = args.dali and args.chk_mode_baseline and loader.samples == loader.length
+            is_end = args.chk_mode_baseline and args.dali and loader.samples == loader.length
             if is_end or (is_waiting and schedule.last_epoch % args.chk_freq == 0):
                 ckpt.save().wait()
             if args.dali:
                 ckpt.step()
+            if args.barrier and args.ranks > 1:
+                distributed.barrier()
             if number % args.print_freq == 0 and args.rank == 0:
                 speed = number * args.batch_size * args.ranks / (time.monotonic() - started)
-                print(
-                    f"epoch {epoch + 1}, step {schedule.last_epoch}: loss {loss:.4f}, {speed:.0f} pictures/s",
-                    flush=True,
-                )
+                line = f"epoch {epoch + 1}, step {schedule.last_epoch}: loss {loss:.4f}, {speed:.0f} pictures/s"
+                print(line, flush=True)
         if val is not None and args.rank == 0:
             right = accuracy(getattr(model, "module", model), DataLoader(val, **loading), args.device)
             print(f"epoch {epoch + 1}: {right:.1%} of the pictures in val are found", flush=True)

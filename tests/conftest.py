@@ -46,8 +46,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def rank_server() -> Iterator[Server]:
-    """Forks the ranks of all jobs of this process."""
+def server() -> Iterator[Server]:
+    """Forks the trainers and ranks of all tests of this process: starting another one takes four seconds."""
     from tests.ranks.launch import PRELOADED
 
     server = Server(*PRELOADED)

@@ -1,11 +1,19 @@
 """(d) Neighbours on the disk, on all cores and on the GPU, with and without adaptation; and a small, slow server.
 
-    python benchmarks/checkfreq/interference.py --out build/checkfreq [--quick]
+    python benchmarks/checkfreq/interference.py --out build/checkfreq [--quick] [--short [--rate 300]]
 
-In one process three times the same timeline (before; a neighbour comes, goes; the next one comes, goes): without
-checkpoints, with `Auto()`, and with the interval that Auto had before, fixed. Overhead of each phase is against the
-same phase without checkpoints, so that what the neighbour itself costs is on neither side. "late" is a phase's second
-half: what is left when the policy had time to react.
+In one process five times the same timeline (before; a neighbour comes, goes; the next one comes, goes):
+    without   no checkpoints; once more at the end
+    adaptive  `Auto()`
+    fixed     `Every(steps=n)`, n as Auto had it before the first neighbour came
+    waiting   the same n, as the original does it: training waits until the last checkpoint is durable, then begins one
+Overhead of each phase is against the same phase without checkpoints, so that what the neighbour itself costs is on
+neither side; noise is by how much the two runs without differ. "late" is a phase's second half: what is left when the
+policy had time to react. "back after": seconds from the neighbour's end until the interval was within a third of what
+it was before all neighbours.
+
+--short: iterations of a few milliseconds, and a disk of --rate MB/s that all processes share. The disk's neighbour
+gets most of it.
 
 The small server (the talk's second one): device memory capped at 11 GiB, a smaller batch, and a disk of 150 MB/s. The
 disk is slowed without root: `slow_disk.c`, compiled here and preloaded, makes every large write of the trainer and its
@@ -27,7 +35,7 @@ from typing import Any
 import overhead
 import record
 import torch
-from loop import Loop, Segment, spans, warm
+from loop import EveryNth, Loop, OnDemand, Segment, spans, warm
 from neighbours import Neighbours
 from networks import NETWORKS, Missing, build
 from record import percent, secs
@@ -35,7 +43,10 @@ from trail import Trail
 
 import stepwell
 
-RUNS = ("without", "adaptive", "fixed")
+RUNS = ("without", "adaptive", "fixed", "waiting", "without again")
+SHORT_RATE, SHORT_BLOCK = {"cuda": 1000.0, "cpu": 300.0}, 1 << 24
+"""MB/s of the shared disk; what its neighbour writes at once."""
+BACK, WARM_SECONDS = 4 / 3, 4.0
 SERVER, SERVER_MEMORY, SERVER_RATE = "small server", 11 << 30, 150e6
 
 
@@ -53,7 +64,10 @@ def measure(options: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     work = build(arguments["network"], device=options.device, quick=options.quick, precision=options.precision)
     loop = Loop(work)
     warm(loop, quick=options.quick)
-    neighbours = {kind: Neighbours(kind, folder, quick=options.quick) for kind in kinds}
+    if options.short:
+        loop.run(seconds=WARM_SECONDS)
+    block = {"block_bytes": SHORT_BLOCK} if options.short and not options.quick else {}
+    neighbours = {kind: Neighbours(kind, folder, quick=options.quick, **block) for kind in kinds}
     found: dict[str, Any] = {"network": arguments["network"], "batch": work.batch, "kinds": kinds, "runs": {}}
     found["state_bytes"] = work.state_bytes()
     try:
@@ -75,17 +89,27 @@ def one_run(
     neighbours: dict[str, Neighbours],
     found: dict[str, Any],
 ) -> dict[str, Any]:
-    if name == "without":
+    if name.startswith("without"):
         segments = run_phases(loop, phases, neighbours, lambda: None)
         return figures(loop, segments, None, 0)
-    policy: Any = stepwell.Auto()
-    if name == "fixed":
-        policy = stepwell.Every(seconds=found["runs"]["adaptive"]["interval_before"] or 1.0)
+    demand, every = OnDemand(), found["runs"].get("adaptive", {}).get("every", 1)
+    policy: Any = {"adaptive": stepwell.Auto(), "fixed": stepwell.Every(steps=every), "waiting": demand}[name]
     tracked, first = {"model": loop.work.model, "optimizer": loop.work.optimizer}, len(loop.marks)
     with stepwell.Checkpointer(folder, policy=policy, grace=None, **tracked) as ckpt:
         loop.run(count=3, after=ckpt.step)
         ckpt.save().wait(300)  # memory is ready
-        segments = run_phases(loop, phases, neighbours, ckpt.step)
+
+        def save() -> None:
+            ckpt.wait(300)
+            demand.due = True
+
+        turns = EveryNth(loop, every, save if name == "waiting" else lambda: None)
+
+        def after() -> None:
+            turns()
+            ckpt.step()
+
+        segments = run_phases(loop, phases, neighbours, after)
         ckpt.wait(300)
         ckpt.close(save=False)
     return figures(loop, segments, Trail(folder), first)
@@ -99,6 +123,9 @@ def run_phases(
         if kind:
             neighbours[kind].on()
         segments[phase] = loop.run(seconds=seconds, after=after)
+        if segments[phase].count < 2:  # a phase has one iteration that is all its own
+            loop.run(count=2 - segments[phase].count, after=after)
+            segments[phase] = Segment(segments[phase].first, 2)
         if kind:
             neighbours[kind].off()
     return segments
@@ -131,7 +158,19 @@ def figures(loop: Loop, segments: dict[str, Segment], trail: Trail | None, first
         facts["raised_after"] = _raised(decisions, inside, facts)
     before = found["phases"]["before"]
     found["interval_before"] = before["chosen"] or before["spacing"]
+    found["every"] = max(1, round((before["spacing"] or 1.0) / before["mean"]))
+    for facts in found["phases"].values():
+        facts["back_after"] = _back(decisions, facts, found["interval_before"])
     return found
+
+
+def _back(decisions: list[list[Any]], facts: dict[str, Any], before: float | None) -> float | None:
+    """Seconds of a phase until the interval is what it was before all neighbours; None: not in this phase."""
+    held = [value for moment, value, _ in decisions if moment < facts["from"]]
+    if before is None or not held or held[-1] <= BACK * before:
+        return 0.0 if before is not None and held else None
+    return next((at - facts["from"] for at, value, _ in decisions if facts["from"] <= at < facts["to"]
+                 and value <= BACK * before), None)  # fmt: skip
 
 
 def _raised(decisions: list[list[Any]], triggers: list[float], facts: dict[str, Any]) -> int | None:
@@ -152,7 +191,7 @@ def small_server(options: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     return overhead.measure(options, arguments, batch=batch)
 
 
-def slow_disk(folder: Path) -> tuple[dict[str, str], str]:
+def slow_disk(folder: Path, rate: float, *, is_shared: bool = False) -> tuple[dict[str, str], str]:
     """The variables that make writing slow, or why there are none."""
     library = folder / "slow_disk.so"
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -162,7 +201,12 @@ def slow_disk(folder: Path) -> tuple[dict[str, str], str]:
     done = subprocess.run([*command, "-lpthread"], capture_output=True, text=True, check=False)
     if done.returncode:
         return {}, f"no slow disk: {' '.join(done.stderr.split())[:200]}; left out"
-    return {"LD_PRELOAD": str(library), "STEPWELL_BENCH_DISK_RATE": str(int(SERVER_RATE))}, ""
+    variables = {"LD_PRELOAD": str(library), "STEPWELL_BENCH_DISK_RATE": str(int(rate))}
+    if is_shared:
+        disk = folder / "disk"
+        disk.write_bytes(bytes(8))
+        variables["STEPWELL_BENCH_DISK_SHARED"] = str(disk)
+    return variables, ""
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
@@ -171,7 +215,20 @@ def slow_disk(folder: Path) -> tuple[dict[str, str], str]:
 def compare(row: dict[str, Any], run: str, phase: str, which: str) -> float | None:
     if run not in row["runs"]:
         return None
-    return row["runs"][run]["phases"][phase][which] / row["runs"]["without"]["phases"][phase][which] - 1
+    return row["runs"][run]["phases"][phase][which] / base(row, phase, which) - 1
+
+
+def base(row: dict[str, Any], phase: str, which: str) -> float:
+    """Of the runs without checkpoints."""
+    runs = [row["runs"][name] for name in ("without", "without again") if name in row["runs"]]
+    return statistics.fmean(run["phases"][phase][which] for run in runs)
+
+
+def noise(row: dict[str, Any], phase: str) -> float | None:
+    if "without again" not in row["runs"]:
+        return None
+    one, two = (row["runs"][name]["phases"][phase]["mean"] for name in ("without", "without again"))
+    return abs(one - two) / min(one, two)
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -186,26 +243,35 @@ def markdown(result: dict[str, Any]) -> str:
             text += server_text(row)
         else:
             text += (
-                f"{record.label(row['network'])}, batch {row['batch']}, {row['state_bytes'] / 1e6:.0f} MB of state.\n\n"
+                f"{record.label(row['network'])}, batch {row['batch']}, {row['state_bytes'] / 1e6:.0f} MB of state,"
+                f" {1e3 * base(row, 'before', 'mean'):.2f} ms an iteration by itself.{disk(row)}"
             )
+            if "adaptive" in row["runs"]:
+                text += f" Fixed and waiting: every {row['runs']['adaptive']['every']} steps."
+            text += "\n\n"
             text += record.table(*neighbour_table(row)) + "\n"
     return text
 
 
+def disk(row: dict[str, Any]) -> str:
+    return f" The disk has {row['rate']:.0f} MB/s, which all share." if row.get("rate") else ""
+
+
 def neighbour_table(row: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     lines = []
-    base = row["runs"]["without"]["phases"]
-    for phase in base:
-        slower = base[phase]["mean"] / base["before"]["mean"]
-        cells = [phase, f"{slower:.2f}x"]
-        for run in ("fixed", "adaptive"):
+    for phase in row["runs"]["without"]["phases"]:
+        slower = base(row, phase, "mean") / base(row, "before", "mean")
+        cells = [phase, f"{slower:.2f}x", percent(noise(row, phase))]
+        for run in ("waiting", "fixed", "adaptive"):
             cells += [percent(compare(row, run, phase, "mean")), percent(compare(row, run, phase, "late"))]
         facts = row["runs"].get("adaptive", {}).get("phases", {}).get(phase, {})
         raised = facts.get("raised_after")
         cells += [secs(facts.get("chosen")), secs(facts.get("highest")), "-" if raised is None else str(raised)]
+        cells.append(secs(facts.get("back_after")) if phase.startswith("after") else "-")
         lines.append([*cells, secs(facts.get("spacing")), str(facts.get("checkpoints", "-"))])
-    head = ["phase", "iteration, no checkpoints", "fixed: overhead", "late", "adaptive: overhead", "late"]
-    head += ["interval at its end s", "highest s", "raised after checkpoints", "spacing s", "checkpoints"]
+    head = ["phase", "iteration, no checkpoints", "noise", "waiting: overhead", "late", "fixed: overhead", "late"]
+    head += ["adaptive: overhead", "late", "interval at its end s", "highest s", "raised after checkpoints"]
+    head += ["back after s", "spacing s", "checkpoints"]
     return head, lines
 
 
@@ -241,19 +307,32 @@ def draw(result: dict[str, Any], pyplot: Any) -> None:
     )
     above.grid(alpha=0.3)
     names = list(auto["phases"])
-    for shift, run in enumerate(run for run in ("fixed", "adaptive") if run in row["runs"]):
+    for shift, run in enumerate(run for run in ("waiting", "fixed", "adaptive") if run in row["runs"]):
         values = [100 * (compare(row, run, name, "mean") or 0.0) for name in names]
-        below.bar([at + 0.4 * (shift - 0.5) for at in range(len(names))], values, 0.38, label=run)
+        below.bar([at + 0.27 * (shift - 1) for at in range(len(names))], values, 0.25, label=run)
     below.axhline(3.5, color="black", linestyle="--", linewidth=1)
     below.set_xticks(range(len(names)), names)
-    below.set(ylabel="overhead, %")
+    below.set(ylabel="overhead, %", yscale="symlog")
     below.grid(axis="y", alpha=0.3)
     below.legend()
     figure.tight_layout()
 
 
+def measure_short(options: Any, sheet: record.Record) -> None:
+    rate = options.rate or SHORT_RATE[options.device]
+    kinds = ["disk", "cpu", *(["gpu"] if options.device == "cuda" else [])]
+    with record.scratch(options) as folder:
+        variables, problem = slow_disk(folder, 1e6 * rate, is_shared=True)
+        arguments = {"network": "short", "kinds": kinds, "rate": rate, "flags": ["--short"]}
+        row = {"error": problem} if problem else record.part(options, arguments, seconds=options.seconds, **variables)
+    sheet.add("neighbours", row if problem else {**row, "rate": rate})
+    sheet.finish()
+
+
 def main() -> None:
     made = record.parser(__doc__, seconds=300, networks="vgg16", quick_seconds=20)
+    made.add_argument("--short", action="store_true", help="short iterations and a slow disk that all share")
+    made.add_argument("--rate", type=float, help="MB/s of that disk (default: 1000 on CUDA, 300 on the CPU)")
     made.add_argument("--server-network", choices=list(NETWORKS), default="resnet50", help="on the small server")
     options = record.parse(made)
     if options.part:
@@ -264,16 +343,20 @@ def main() -> None:
         except Missing as error:
             record.answer(arguments, {"error": str(error)})
         return
-    sheet = record.Record("interference", options, markdown=markdown, draw=draw)
+    name = f"interference-short-{options.device}" if options.short else "interference"
+    sheet = record.Record(name, options, markdown=markdown, draw=draw)
     if options.draw:
         sheet.redraw()
+        return
+    if options.short:
+        measure_short(options, sheet)
         return
     until = time.time() + options.seconds
     kinds = ["disk", "cpu", *(["gpu"] if options.device == "cuda" else [])]
     share = 0.8 * options.seconds
     sheet.add("neighbours", record.part(options, {"network": options.networks[0], "kinds": kinds}, seconds=share))
     with record.scratch(options) as folder:
-        variables, problem = slow_disk(folder)
+        variables, problem = slow_disk(folder, SERVER_RATE)
         arguments = {"network": options.server_network, "server": True}
         left = max(until - time.time(), 10.0)
         row = {"error": problem} if problem else record.part(options, arguments, seconds=left, **variables)

@@ -1,6 +1,6 @@
 """Other jobs on the machine: one that hammers the disk, one on every core, one on the GPU.
 
-    python neighbours.py KIND FOLDER BYTES        KIND: disk, cpu, gpu; BYTES of each file on the disk
+    python neighbours.py KIND FOLDER BYTES BLOCK     KIND: disk, cpu, gpu; BYTES of each file on the disk, by BLOCK
 
 Each makes itself ready and stops itself (SIGSTOP); the parent lets it run and stops it again. It dies with its parent.
 """
@@ -22,7 +22,7 @@ FILE_BYTES, QUICK_BYTES, BLOCK_BYTES, WRITERS = 1 << 28, 1 << 24, 1 << 22, 4
 class Neighbours:
     """The parent's side."""
 
-    def __init__(self, kind: str, folder: Path, *, quick: bool) -> None:
+    def __init__(self, kind: str, folder: Path, *, quick: bool, block_bytes: int = BLOCK_BYTES) -> None:
         from record import HERE, environment
 
         count = (os.cpu_count() or 1) if kind == "cpu" else 1
@@ -32,6 +32,7 @@ class Neighbours:
             kind,
             str(folder),
             str(QUICK_BYTES if quick else FILE_BYTES),
+            str(block_bytes),
         ]
         self._jobs = [subprocess.Popen(command, env=environment()) for _ in range(count)]
         for job in self._jobs:
@@ -66,15 +67,15 @@ def wait_for_the_word() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def hammer_the_disk(folder: Path, file_bytes: int) -> None:
+def hammer_the_disk(folder: Path, file_bytes: int, block_bytes: int) -> None:
     """Large files, written and synced again and again."""
-    noise = os.urandom(BLOCK_BYTES)
+    noise = os.urandom(block_bytes)
     wait_for_the_word()
 
     def write(path: Path) -> None:
         while True:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            for _ in range(file_bytes // BLOCK_BYTES):
+            for _ in range(max(1, file_bytes // block_bytes)):
                 os.write(fd, noise)
             os.fsync(fd)
             os.close(fd)
@@ -107,7 +108,7 @@ def load_the_gpu() -> None:
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; `record` would import torch for this
     if sys.argv[1] == "disk":
-        hammer_the_disk(Path(sys.argv[2]), int(sys.argv[3]))
+        hammer_the_disk(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
     elif sys.argv[1] == "cpu":
         burn_a_core()
     else:

@@ -10,6 +10,7 @@ cudnn.benchmark (it would lengthen every restart). `--quick` trains the stand-in
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -61,6 +62,8 @@ _ALL = (
     Network("bert-large", "BERT-Large", 32, 4, SEQUENCE, 85, 4920, weight=3.5),
 )
 NETWORKS = {network.name: network for network in _ALL}
+SHORT = Network("short", "8 linear layers, AdamW", 8192, 256, 2048, 0, 0, width=1024)
+"""Not of the talk: iterations of milliseconds. On CUDA `size` and `batch`, elsewhere `width` and `small_batch`."""
 
 
 class SmallImages(nn.Module):
@@ -97,24 +100,36 @@ class Work:
     def __init__(self, network: Network, *, device: str, quick: bool, precision: Precision, batch: int | None) -> None:
         self.network, self.device, self.quick, self.precision = network, torch.device(device), quick, precision
         self.batch = batch or (4 if quick else network.batch)
+        if network is SHORT and device == "cpu":
+            self.batch = batch or network.small_batch
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # all cores: two runs alone differ by half
         torch.manual_seed(7)
         if quick and self.device.type == "cpu":
             torch.set_num_threads(1)
         if self.device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         with torch.device(device):
-            self.model: nn.Module = self._small() if quick else _full(network)
-        if not network.is_text:
+            self.model: nn.Module = self._small() if quick else self._whole()
+        if network is not SHORT and not network.is_text:
             self.model = self.model.to(memory_format=torch.channels_last)
         parameters = self.model.parameters()
-        if network.is_text:
+        if network is SHORT or network.is_text:
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
         else:
             self.optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
         self._step: Callable[[], torch.Tensor] = self._text_loss if network.is_text else self._image_loss
+        if network is SHORT:
+            self._step = self._short_loss
 
     def _small(self) -> nn.Module:
+        if self.network is SHORT:
+            return _layers(128)
         return SmallText() if self.network.is_text else SmallImages(self.network.width)
+
+    def _whole(self) -> nn.Module:
+        if self.network is SHORT:
+            return _layers(SHORT.size if self.device.type == "cuda" else SHORT.width)
+        return _full(self.network)
 
     def iterate(self) -> None:
         """Input, forward, backward, optimizer step."""
@@ -138,6 +153,9 @@ class Work:
             return F.cross_entropy(found.logits, labels) + 0.4 * F.cross_entropy(found.aux_logits, labels)
         return F.cross_entropy(found, labels)
 
+    def _short_loss(self) -> torch.Tensor:
+        return self.model(torch.randn(self.batch, self.model[0].in_features, device=self.device)).pow(2).mean()
+
     def _text_loss(self) -> torch.Tensor:
         if self.quick:
             tokens = torch.randint(4000, (self.batch, 16), device=self.device)
@@ -150,6 +168,10 @@ class Work:
         held = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = [value for value in (*self.model.state_dict().values(), *held) if isinstance(value, torch.Tensor)]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+def _layers(width: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(8)])
 
 
 def _full(network: Network) -> nn.Module:
@@ -172,4 +194,4 @@ def _full(network: Network) -> nn.Module:
 
 def build(name: str, *, device: str, quick: bool, precision: Precision = "bf16", batch: int | None = None) -> Work:
     """A fresh network. Raises Missing."""
-    return Work(NETWORKS[name], device=device, quick=quick, precision=precision, batch=batch)
+    return Work({**NETWORKS, "short": SHORT}[name], device=device, quick=quick, precision=precision, batch=batch)

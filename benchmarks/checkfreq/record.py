@@ -29,7 +29,7 @@ SOURCES = [str(REPOSITORY / "src"), str(HERE.parent), str(HERE)]
 sys.path[:0] = [path for path in SOURCES if path not in sys.path]
 
 import torch  # noqa: E402
-from networks import NETWORKS, Missing  # noqa: E402
+from networks import NETWORKS, SHORT, Missing  # noqa: E402
 from peer.machine import commit, machine  # noqa: E402
 
 QUICK = ("resnet18",)
@@ -74,7 +74,8 @@ def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
         made.error(f"no such network: {', '.join(sorted(unknown))}; there are {', '.join(NETWORKS)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         made.error("--device cuda: there is none")
-    if not options.quick and not options.draw and options.device == "cpu" and options.part is None:
+    is_small = options.quick or options.draw or getattr(options, "short", False)
+    if not is_small and options.device == "cpu" and options.part is None:
         print("note: the full networks on the CPU take very long; --quick is meant for it", file=sys.stderr)
     return options
 
@@ -179,6 +180,7 @@ def part(options: argparse.Namespace, arguments: dict[str, Any], *, seconds: flo
         flags = ["--out", str(options.out), "--device", options.device, "--precision", options.precision]
         flags += ["--quick"] if options.quick else []
         flags += ["--batch", str(options.batch)] if options.batch else []
+        flags += given.get("flags", [])
         command = [sys.executable, sys.argv[0], *flags, "--part", json.dumps(given)]
         process = subprocess.Popen(command, env=environment(**variables), start_new_session=True)
         try:
@@ -273,4 +275,4 @@ def times(value: float | None) -> str:
 
 
 def label(name: str) -> str:
-    return NETWORKS[name].label
+    return SHORT.label if name == SHORT.name else NETWORKS[name].label

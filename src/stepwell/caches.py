@@ -10,7 +10,6 @@ Holds:   found by content: ranks may come back on other nodes, in any order, or 
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 from collections.abc import Sequence
@@ -19,28 +18,35 @@ from typing import Any, Final
 
 from stepwell.agent.client import AgentClient
 from stepwell.errors import ConfigError, DamagedError, PeerError, StepwellError, VoidError
-from stepwell.format.record import FileEntry
+from stepwell.format.record import FileEntry, Record
 from stepwell.groups.consent import each, lead
 from stepwell.groups.group import Group
 from stepwell.groups.meet import own_address
 from stepwell.journal import EventLog
 from stepwell.levels import cache, choose
-from stepwell.levels.events import LevelsChosen
+from stepwell.levels.copies import Reader
+from stepwell.levels.events import CacheFailing, CacheMade, LevelsChosen
 from stepwell.levels.fetch import Peer, PeerSource
 from stepwell.levels.inventory import Inventory, Loss, Node, Place, gather
 from stepwell.levels.mend import mend
-from stepwell.levels.orders import Orders, Seat, run_cache
+from stepwell.levels.orders import Orders, Seat, open_cache, run_cache
+from stepwell.levels.places import find_sittings
+from stepwell.levels.protection import compare
 from stepwell.levels.remake import Reach, remake, tell
-from stepwell.levels.secret import draw_secret
 from stepwell.levels.serve import listen
+from stepwell.levels.shared import SHARED, SharedReader
 from stepwell.levels.spec import Levels, choose_protection
 from stepwell.levels.tls import NAME, client_context, server_context
 from stepwell.restore.read import FileSource, Source
+from stepwell.restore.remote import open_file
 from stepwell.restore.whole import Part
+from stepwell.store import files
 from stepwell.store.assemble import check_copies
 from stepwell.store.lineage import History
+from stepwell.store.mounts import free_bytes, mount_of
 from stepwell.store.node import node_id
 from stepwell.store.paths import RunPaths
+from stepwell.trust.secret import derive
 from stepwell.types import CheckpointId
 
 _STEPS_TOLD: Final = 16
@@ -50,13 +56,20 @@ _MOST_TRIES: Final = 8
 
 
 class Caches:
-    """Of one run, as one rank sees them. `meet`, `share` and `complete` are collective."""
+    """Of one run, as one rank sees them. `meet`, `share` and `complete` are collective.
 
-    def __init__(self, levels: Levels, run: str, group: Group, log: EventLog) -> None:
-        self._levels, self._run, self._group, self._log = levels, run, group, log
+    shared:  the run's own directory, where the parts of nodes lie that could not hold them
+    key:     the run's, on all ranks the same; it has not come over the group. Empty where there is one rank
+    """
+
+    def __init__(self, levels: Levels, run: str, shared: RunPaths, group: Group, log: EventLog, key: bytes) -> None:
+        self._levels, self._run, self._shared, self._group, self._log = levels, run, shared, group, log
+        self._key = key
         self._paths = run_cache(levels.node.path, run, group.rank)
         self._secret = ""
         self._seats: list[Seat] = []
+        self.place = ""
+        """The directory that all nodes gave; empty if they gave different ones."""
         self._socket: socket.socket | None = None
         self._peers: dict[str, Peer] = {}
         self._found: dict[CheckpointId, Inventory] = {}
@@ -69,20 +82,29 @@ class Caches:
     def _node(self) -> str:
         return self._seats[self._group.rank].node
 
+    @property
+    def _is_first(self) -> bool:
+        """Of the ranks of a node, which share a cache, one says what lies there."""
+        return all(seat.node != self._node for seat in self._seats[: self._group.rank])
+
     def meet(self, client: AgentClient) -> None:
         """Learn who sits where, and let this rank's agent serve the others, once. Collective. Raises ConfigError."""
         if self._seats:
             return
         group, node = self._group, self._levels.node
-        self._secret = lead(group, "the secret of this start", draw_secret)
+        start = lead(group, "the number of this start", lambda: os.urandom(16).hex())
+        self._secret = derive(self._key or os.urandom(32), "levels", f"{self._run}:{start}").hex()
         mine: list[Any] = []
+        trouble: list[OSError] = []
+        missing: list[str] = []
 
         def prepare() -> None:
             address = node.address or os.environ.get("STEPWELL_ADDRESS") or own_address(is_one_node=group.nodes == 1)
+            missing.extend(_missing(Path(node.path).absolute()))
             try:
-                assert isinstance(self._paths.root, Path)
-                self._paths.root.mkdir(parents=True, exist_ok=True)
-                name = node_id(Path(node.path))
+                open_cache(self._paths)
+                node_id(Path(node.path))
+                trouble.extend(_why_not_writable(self._paths, group.rank))
                 server_context(node.tls)  # the agent makes its own: this is where somebody reads what is wrong
                 self._socket = None if group.size == 1 else listen((address, 0))
             except OSError as error:
@@ -92,20 +114,47 @@ class Caches:
                     path=str(node.path),
                 ) from error
             port = 0 if self._socket is None else self._socket.getsockname()[1]
-            mine.extend([name, node.domain or name, address, port])
+            mine.extend([address, port, str(Path(node.path).absolute()), missing])
 
         each(group, "the cache of each node", prepare)
-        self._seats = [Seat(*seat) for seat in group.all_gather(mine, "who sits where")]
+        for error in trouble:
+            self._log.emit(CacheFailing(path=str(Path(node.path).absolute()), error=str(error)))
+        sittings = find_sittings(group.all_gather, group.rank, Path(node.path), node.domain, self._log.emit)
+        everywhere = group.all_gather(mine, "who sits where")
+        where = zip(sittings, everywhere, strict=True)
+        self._seats = [Seat(sitting.node, sitting.domain, host, port) for sitting, (host, port, *_) in where]
+        self.place = everywhere[0][2] if len({told[2] for told in everywhere}) == 1 else ""
+        self._tell_made([told[3] for told in everywhere])
         if self._socket is not None:
             facts = {"root": str(self._paths.root), "run": self._run, "secret": self._secret, "tls": node.tls}
             client.serve(facts, self._socket.fileno())
 
+    def _tell_made(self, missing: Sequence[Sequence[str]]) -> None:
+        """The first rank of each node: its cache was made. A disk that is not mounted would fill that of the system."""
+        here = [rank for rank, seat in enumerate(self._seats) if seat.node == self._node]
+        found = sorted(path for rank in here for path in missing[rank])
+        if found and here[0] == self._group.rank:
+            path = Path(self._levels.node.path).absolute()
+            mount, kind = mount_of(path)
+            if mount == "/" or found[0] != str(path):  # one in a file system of its own is as it should be
+                told = CacheMade(path=str(path), missing=found[0], mount=mount, file_system=kind,
+                                 free_bytes=free_bytes(path))  # fmt: skip
+                self._log.emit(told)
+
     def share(self) -> None:
         """Tell what this node holds, and hear what the others do. Collective."""
-        newest = cache.steps(self._paths)[:_STEPS_TOLD]
-        told = {id.directory: tell(self._paths, id, self._run).dump() for id in newest}
-        everywhere = self._group.all_gather(told, "what the caches hold")
-        self._found = gather([(self._seats[rank].node, steps) for rank, steps in enumerate(everywhere)])
+        told = self._tell(self._paths) if self._is_first else {}
+        beside = self._tell(self._shared) if self._group.is_leader else {}
+        everywhere = self._group.all_gather([told, beside], "what the caches hold")
+        found = [(self._seats[rank].node, steps) for rank, (steps, _) in enumerate(everywhere) if steps]
+        self._found = gather([*found, (SHARED, everywhere[0][1])])
+
+    def _tell(self, paths: RunPaths) -> dict[str, Any]:
+        """Of the newest checkpoints there, those that the shared place has no manifest of."""
+        newest = cache.steps(paths)[:_STEPS_TOLD]
+        if paths is self._shared:
+            newest = [id for id in newest if not files.exists(paths.manifest(id))]
+        return {id.directory: tell(paths, id, self._run).dump() for id in newest}
 
     def whole(self, history: History) -> dict[CheckpointId, bool]:
         """The checkpoints of which every part can be had from some cache, and whether one of these is suspect."""
@@ -120,10 +169,12 @@ class Caches:
         if id != self._about:
             self._about, self._doubted, self._trouble = id, set(), {}
         for _ in range(_MOST_TRIES):
-            told = [sorted(self._doubted), tell(self._paths, id, self._run).dump()]
-            everywhere = self._group.all_gather(told, "what was found damaged")
+            held = tell(self._paths, id, self._run).dump() if self._is_first else None
+            everywhere = self._group.all_gather([sorted(self._doubted), held], "what was found damaged")
             self._doubted = {tuple(place) for places, _ in everywhere for place in places}
-            nodes = {self._seats[rank].node: Node.load(values) for rank, (_, values) in enumerate(everywhere)}
+            told = {self._seats[rank].node: values for rank, (_, values) in enumerate(everywhere) if values is not None}
+            nodes = {node: Node.load(values) for node, values in told.items()}
+            nodes |= {name: node for name, node in self._found[id].nodes.items() if name == SHARED}
             self._found[id] = Inventory(nodes).without(self._doubted)
             losses = self._found[id].losses()
             if not losses or not self._remake(id, losses):
@@ -165,24 +216,33 @@ class Caches:
         return 1 + min(_MOST_TRIES, max(0, spare) + 2 * is_coded)
 
     def parts(self, id: CheckpointId) -> list[Part]:
-        """Each rank's part, from the nearest place. Raises DamagedError."""
+        """Each rank's part, whose record is read from the nearest place when it is asked for. Raises DamagedError."""
         found = self._found[id]
-        parts = [self._part(id, rank, found) for rank in range(found.world_size or 0)]
         try:
-            check_copies({part.record.owner.rank: part.record.copies for part in parts})
+            check_copies({item.rank: item.copies for item in found.shards})
         except VoidError as error:  # rank 0 would have found that out too, had it lived on
             raise DamagedError(f"{id}: {error}") from error
-        return parts
+        return [self._part(id, rank, found) for rank in range(found.world_size or 0)]
 
     def _part(self, id: CheckpointId, rank: int, found: Inventory) -> Part:
+        chosen: list[str] = []
+
+        def read() -> Record:
+            node, record = self._choose(id, rank, found)
+            chosen.append(node)
+            return record
+
+        return Part(read, lambda file: self._open(id, rank, chosen[-1], file))
+
+    def _choose(self, id: CheckpointId, rank: int, found: Inventory) -> tuple[str, Record]:
+        """The nearest node that gives the record of a rank's shard, and it."""
         holders, errors = found.holders(rank), [self._trouble.get(str(rank), "too little of its set is left")]
-        far = [node for node in holders if node != self._node]
+        far = [node for node in holders if node not in (self._node, SHARED)]
         turn = self._group.rank % len(far) if far else 0  # the readers spread over the holders
-        for node in (self._node, *far[turn:], *far[:turn]):
+        for node in (self._node, *far[turn:], *far[:turn], SHARED):
             if node in holders and ("shard", rank, node) not in self._doubted:
                 try:
-                    record = self._reach(id).shard(node, holders[node])[1]
-                    return Part(record, functools.partial(self._open, id, rank, node))
+                    return node, self._reach(id).shard(node, holders[node])[1]
                 except (PeerError, DamagedError) as error:
                     self._doubted.add(("shard", rank, node))
                     errors.append(str(error))
@@ -197,16 +257,23 @@ class Caches:
             assert isinstance(place, Path)
             self._opened[str(place)] = ("shard", rank, node)
             source = FileSource(place)
+        elif node == SHARED:
+            far = self._shared.checkpoint(id) / file.name
+            self._opened[str(far)] = ("shard", rank, node)
+            source = open_file(far)
         else:
-            source = _Far(PeerSource(self._peer(node), id.directory, file.name, file.nbytes))
+            source = _Far(PeerSource(self._agent(node), id.directory, file.name, file.nbytes))
             self._opened[source.label] = ("shard", rank, node)
         return source
 
     def _reach(self, id: CheckpointId) -> Reach:
         return Reach(self._paths, id, self._run, self._node, self._peer)
 
-    def _peer(self, node: str) -> Peer:
+    def _peer(self, node: str) -> Reader:
         """An agent on that node; ranks spread over those that it has."""
+        return SharedReader(self._shared) if node == SHARED else self._agent(node)
+
+    def _agent(self, node: str) -> Peer:
         if node not in self._peers:
             seats = [seat for seat in self._seats if seat.node == node]
             seat = seats[self._group.rank % len(seats)]
@@ -238,8 +305,11 @@ class Caches:
         """What this rank's agent has to know. What was found damaged on this node is not held any more."""
         if restored is not None and restored == self._about:
             mend(self._paths, restored, self._doubted, self._node)
+        differs = compare(self._levels.node.protect, [seat.domain for seat in self._seats])
+        if differs is not None and self._group.is_leader:
+            self._log.emit(differs)
         dead = [id.directory for id in cache.steps(self._paths) if not history.is_live(id)]
-        return Orders.make(self._levels, self._run, self._secret, self._seats, dead, restored)
+        return Orders.make(self._levels, self._run, self._secret, self._seats, dead, restored, self.place)
 
     def close(self) -> None:
         """Hang up; the agent goes on serving."""
@@ -247,6 +317,16 @@ class Caches:
             self._socket.close()
         for peer in self._peers.values():
             peer.close()
+
+
+def _why_not_writable(paths: RunPaths, rank: int) -> list[OSError]:
+    """A cache that takes nothing is read, and the run goes on without it."""
+    assert isinstance(paths.root, Path)
+    try:
+        with files.written_for_now(paths.root / f"probe.{rank}", bytes(4096)):
+            return []
+    except OSError as error:
+        return [error]
 
 
 class _Far:
@@ -264,3 +344,8 @@ class _Far:
 
     def close(self) -> None:
         self._source.close()
+
+
+def _missing(path: Path) -> list[str]:
+    """The first directory on the way to it that is not there, if one is not."""
+    return [str(part) for part in (*reversed(path.parents), path) if not os.path.lexists(part)][:1]

@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stepwell import events, journal
+from stepwell.behind import check_nodes
 from stepwell.caches import Caches
 from stepwell.codecs.events import ChainLeft
 from stepwell.errors import ConfigError, DamagedError, RestoreError, listing
 from stepwell.holdings import Holdings
 from stepwell.restore.plan import Choice, choose
 from stepwell.restore.whole import Part, parts_on_disk
-from stepwell.store import catalog
-from stepwell.store.chains import list_chains
+from stepwell.store import catalog, files
+from stepwell.store.chains import chain_path, list_chains
 from stepwell.store.lineage import read_history
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
@@ -85,7 +86,7 @@ def plan(
     any_branch: bool = False,
 ) -> list[list[Any]]:
     """Rank 0: candidates in the order they are tried. Raises RestoreError if there are checkpoints but none to try."""
-    choices = choose(catalog.scan(paths), step=wish.step, before=wish.before, any_branch=any_branch)
+    choices = choose(catalog.scan_again(paths), step=wish.step, before=wish.before, any_branch=any_branch)
     found: dict[CheckpointId, Candidate] = {}
     for choice in choices:
         entry = choice.entry
@@ -114,8 +115,10 @@ def plan(
             found[named] = replace(known, is_suspect=is_suspect, in_memory=True)
     exact = sorted(found.values(), key=_preference)
     merged = _merge(exact, _find_lossy(paths, is_wanted), wish, paths, log)
+    if wish.step is None and wish.before is None:
+        check_nodes(paths, history, caches, max(found, default=None), log, is_only=any_branch)
     if not merged:
-        _check_nothing(paths, choices, log)
+        _check_nothing(paths, choices, log, wish)
     return [candidate.dump() for candidate in merged]
 
 
@@ -202,13 +205,19 @@ def inventory(holdings: Holdings) -> dict[str, Any]:
     return found
 
 
-def _check_nothing(paths: RunPaths, choices: Sequence[Choice], log: journal.EventLog) -> None:
-    """No candidate at all: fine for a directory without checkpoints, an error where there are some."""
+def _check_nothing(paths: RunPaths, choices: Sequence[Choice], log: journal.EventLog, wish: Wish) -> None:
+    """No candidate at all: fine for a directory without checkpoints if none is named, an error where there are some."""
     found = [f"{choice.entry.id}: {choice.reason}" for choice in choices if choice.entry.is_committed]
     if found:
         raise RestoreError(
             f"no checkpoint in {paths.root} can be restored:\n{listing(found)}\n"
             "`stepwell why` shows the details; restore(step=...) takes a named one; another directory starts anew",
+            path=str(paths.root),
+        )
+    if wish.step is not None or wish.before is not None:
+        asked = f"step {wish.step}" if wish.step is not None else f"one before step {wish.before}"
+        raise RestoreError(
+            f"{paths.root} has no checkpoint at all, and {asked} was asked for; restore() without it starts a new run",
             path=str(paths.root),
         )
     log.emit(events.Fresh(where=str(paths.root)))
@@ -236,6 +245,13 @@ class Places:
         if candidate.is_committed:
             out.append(("disk", lambda: parts_on_disk(self.paths, catalog.read_manifest(self.paths, id))))
         return out
+
+    def is_gone(self, candidate: Candidate) -> bool:
+        """Whether it was on disk when it was listed, and is no checkpoint any more."""
+        base = CheckpointId.parse(candidate.chain) if candidate.chain else candidate.id
+        assert base is not None
+        needed = [self.paths.manifest(base), *([chain_path(self.paths, base)] if candidate.chain else [])]
+        return candidate.is_committed and not all(map(files.exists, needed))
 
     def _bring_back(self, candidate: Candidate) -> Part:
         from stepwell.chains import bring_back

@@ -10,7 +10,7 @@
     |-- DataError         the data source cannot be resumed
     |-- RoomError         the device has no memory for a copy of the state
     |-- VoidError         a checkpoint of many ranks came to nothing, because one of them could not take part
-    |-- StorageError      a bucket cannot be reached, or refuses (an OSError too)
+    |-- StorageError      a bucket or file system cannot be reached, or refuses (an OSError too)
     |   `-- PeerError     another node cannot be reached, or refuses
     |-- GroupError        a rank did not answer in time, or the processes do not form a group
     `-- FencedError       a newer lineage owns the run; this process may not commit
@@ -24,13 +24,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stepwell.escape import shown, without_secrets
+
 
 class StepwellError(Exception):
-    """Base of all errors raised by stepwell; `fields` holds the facts behind the sentence."""
+    """Base of all errors raised by stepwell; `fields` holds the facts behind the sentence.
+
+    The sentence may quote a file that anybody wrote, or an address: it is made fit to be shown.
+    """
 
     def __init__(self, message: str, **fields: object) -> None:
-        super().__init__(message)
-        self.fields = {key: value for key, value in fields.items() if value is not None}
+        super().__init__(shown(message))
+        facts = {key: without_secrets(value) if isinstance(value, str) else value for key, value in fields.items()}
+        self.fields = {key: value for key, value in facts.items() if value is not None}
 
 
 class ConfigError(StepwellError):
@@ -73,7 +79,7 @@ class VoidError(StepwellError):
 
 
 class StorageError(StepwellError, OSError):
-    """A bucket cannot be reached, or refuses what was asked. Says nothing about what lies in it."""
+    """A bucket or a file system cannot be reached, or refuses what was asked. Says nothing about what lies in it."""
 
 
 class PeerError(StorageError):

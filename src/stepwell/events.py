@@ -10,7 +10,20 @@ import logging
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from stepwell.escape import shown
+
 logger = logging.getLogger("stepwell")
+
+
+def _make_fit(record: logging.LogRecord) -> bool:
+    """Whatever is logged may quote a file that anybody wrote, or an address."""
+    record.msg, record.args = shown(record.getMessage()), None
+    if record.exc_info and not record.exc_text:  # formatters take this where it is there
+        record.exc_text = shown(logging.Formatter().formatException(record.exc_info))
+    return True
+
+
+logger.addFilter(_make_fit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +63,7 @@ class Start(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot(Event):
-    """A consistent copy of the state is complete. `stall_seconds`: what the training thread waited so far."""
+    """A copy of the state is complete. `stall_seconds`: waited so far; `durable`: it is to be a checkpoint."""
 
     step: int
     sequence: int
@@ -58,6 +71,7 @@ class Snapshot(Event):
     nbytes: int
     stall_seconds: float
     copy_seconds: float
+    durable: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +133,12 @@ class Arena(Event):
     seconds: float
     page_locked: bool
     reason: str
+
+    def severity(self) -> int:
+        return logging.WARNING if self.reason else logging.DEBUG
+
+    def text(self) -> str:
+        return f"memory for {self.slots} snapshots, fewer than wanted: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,10 +264,12 @@ class Told(Event):
     step: int
     by: str
     grace: float
+    saves: bool = True
 
     def text(self) -> str:
         again = "; once more to leave at once" if self.by == "SIGINT" else ""
-        return f"{self.by}: the running step is finished and saved, within {self.grace:.0f} s{again}"
+        what = "and saved" if self.saves else "and nothing new is saved (another process of the run died)"
+        return f"{self.by}: the running step is finished {what}, within {self.grace:.0f} s{again}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,30 +376,6 @@ class Fenced(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookAhead(Event):
-    """Two batches were requested without an optimizer step in between."""
-
-    level: ClassVar[int] = logging.INFO
-    step: int
-    meaning: str = "gradient accumulation, or a consumer that reads ahead; in the latter case call ckpt.step() yourself"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replay(Event):
-    """A source without positions was read again from the start of the epoch, and thrown away."""
-
-    level: ClassVar[int] = logging.WARNING
-    epoch: int
-    batches: int
-    seconds: float
-
-    def text(self) -> str:
-        rate = f"{self.batches / max(self.seconds, 1e-9):.0f} per second"
-        what = f"{self.batches} batch{'' if self.batches == 1 else 'es'} of epoch {self.epoch}"
-        return f"read {what} again in {self.seconds:.1f} s ({rate})"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Log(Event):
     """Values the user logged for one step."""
 
@@ -392,8 +390,11 @@ class Finished(Event):
     level: ClassVar[int] = logging.INFO
     step: int
     again: bool
+    early: bool = False
 
     def text(self) -> str:
+        if self.early and self.again:
+            return f"this run was finished early, at step {self.step}; restore(step={self.step}) trains on"
         if self.again:
             return f"this run is finished (step {self.step}): no epoch left; ask for more epochs to train on"
         return f"finished at step {self.step}"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 
-from stepwell.agent.client import AgentClient, find_orphan, peek
-from stepwell.arena.channel import Message, find_ranks, place
+from stepwell.agent.client import AgentClient
+from stepwell.agent.finding import find_orphan, peek
+from stepwell.arena.address import find_ranks
+from stepwell.arena.channel import Message
 from stepwell.arena.memory import Arena, ArenaShape
 from stepwell.format.record import FileEntry, Record
 from stepwell.restore.read import MemorySource, Source
@@ -28,9 +30,9 @@ class Holdings:
         self._arenas: list[Arena] = []
 
     @classmethod
-    def find(cls, run: str, identity: str, client: AgentClient, rank: int) -> Holdings:
+    def find(cls, where: str, client: AgentClient, rank: int) -> Holdings:
         """Adopt the agent of a dead trainer of this rank, if there is one, or has been in a try before this one."""
-        holdings, where = cls(), place(run, identity)
+        holdings = cls()
         if client.offer is None:
             found = find_orphan(where, rank=rank)
             if found is not None:

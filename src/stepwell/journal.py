@@ -1,8 +1,8 @@
-"""The event file of a run: one line per event, append-only, mirrored into standard `logging`.
+"""The events of a run: one line per event in its file, mirrored into standard `logging`.
 
-Owns:    `events.jsonl`, and the lines a person sees on the terminal.
-Holds:   a line is written with one `write` on a file opened for appending, so trainer and agent share the file; a torn
-         or foreign line is skipped by readers; losing an event never costs a checkpoint or a training step.
+Owns:    what is written to `events.jsonl`, and the lines a person sees on the terminal.
+Not:     the file, and how it stays bounded (eventfile).
+Holds:   a torn or foreign line is skipped by readers; losing an event never costs a checkpoint or a training step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import queue
-import stat
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from stepwell.eventfile import EventFile, most_bytes, opened
 from stepwell.events import Event, Log, logger
 
 _CLOSE_SECONDS = 5.0
@@ -43,7 +43,8 @@ class EventLog:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._fd: int | None = None
+        self._file = EventFile(path, most_bytes())
+        self._writing = threading.Lock()
         self._failed = False
         self._kept: list[tuple[int, dict[str, Any]]] = []
         self._said: dict[str, Any] = {}
@@ -82,10 +83,13 @@ class EventLog:
         """Run a call on the writing thread, in order. Dropped while the file system hangs and too many wait."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._drain, daemon=True, name="stepwell-events")
-                self._thread.start()
+                self._start()
         if self._calls.qsize() < _MOST_WAITING:
             self._calls.put(call)
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._drain, daemon=True, name="stepwell-events")
+        self._thread.start()
 
     def _drain(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -93,13 +97,8 @@ class EventLog:
 
     def _write(self, data: bytes) -> None:
         try:
-            with self._lock:
-                if self._fd is None:
-                    # A link could lead out of the run directory, and a pipe without a reader would block.
-                    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                    self._fd = os.open(self.path, flags, 0o644)
-                fd = self._fd
-            os.write(fd, data)
+            with self._writing:  # to the end of the write: a closed descriptor may soon be that of a shard
+                self._file.append(data)
             self._failed = False
         except OSError as error:
             if not self._failed:
@@ -128,29 +127,32 @@ class EventLog:
             self._thread.join(_CLOSE_SECONDS)
             if self._thread.is_alive():
                 return  # the file system hangs: the thread ends with the process
-            self._thread = None
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+            with self._lock:
+                self._thread = None
+                if not self._calls.empty():  # said since: for a thread of its own
+                    self._start()
+        if not self._writing.acquire(timeout=_CLOSE_SECONDS):
+            return  # the same
+        try:
+            self._file.close()
+        finally:
+            self._writing.release()
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """All readable lines of an event file, in file order; torn, foreign or endless lines are skipped."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        return
-    with os.fdopen(fd, "rb") as lines:
-        while line := lines.readline(_MAX_LINE_BYTES):
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(event, dict) and isinstance(event.get("kind"), str):
-                yield event
+    """All readable lines of an event file and of its older parts, in order; torn, foreign or endless ones are skipped.
+
+    What was dropped of a long run is counted in a line of kind `thinned`, the first one.
+    """
+    with opened(path) as parts:
+        for part in parts:
+            while line := part.file.readline(_MAX_LINE_BYTES):
+                try:
+                    event = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(event, dict) and isinstance(event.get("kind"), str):
+                    yield event
 
 
 def speak_to_terminal(who: str = "stepwell", level: int = logging.INFO) -> None:

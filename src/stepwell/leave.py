@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import queue
 import signal
 import threading
 import time
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
-from stepwell import events, journal
+from stepwell import events, journal, loop_events
 
 REQUEUE: Final = 75
 """Exit status (EX_TEMPFAIL): told to leave, the run is to be started again."""
@@ -31,6 +31,7 @@ PEER_DIED: Final = 143
 """Exit status after SIGTERM of a launcher without a notice: another process of the run died."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SECONDS: Final = 1.0
+_IDLE_SECONDS: Final = 3600.0
 _STUCK_SECONDS: Final = 5.0
 _LAST_WORDS: Final = 0.3
 _TO_CLOSE: Final = 1.0
@@ -78,20 +79,24 @@ class Leave:
         self._notice = os.environ.get("STEPWELL_NOTICE") if notice is None else notice
         self._on_deadline = on_deadline
         self._previous: dict[int, Any] = {}
-        self._ends = (-1, -1)
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """A signal handler may ring it in the middle of anything, and there is no descriptor that could be closed."""
         self._thread: threading.Thread | None = None
         self._is_over = False
         self._pid = 0
         self._signals = 0
         self._raised: BaseException | None = None
         self.order: Order | None = None
+        self.has_told = False
+        """What became of the last step was logged."""
+        self.finish_between: Callable[[Order], bool] = lambda order: True
+        """Make the last checkpoint if no step is under way. False: one is."""
 
     def listen(self) -> None:
         """Take the signals over, where that is possible, and look for notices."""
         if self._grace is None:
             return
         self._pid = os.getpid()
-        self._ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="stepwell-leave")
         self._thread.start()
         if threading.current_thread() is not threading.main_thread():
@@ -111,7 +116,7 @@ class Leave:
         if self.order is None:
             self.order = Order(by, now, now + (self._grace or _STUCK_SECONDS), REQUEUE)
             if self._thread is not None:
-                self._wake()
+                self._bell.put(None)
         return self.order
 
     def stop(self) -> None:
@@ -123,20 +128,14 @@ class Leave:
                     signal.signal(number, before)
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._wake()
-            thread.join()
-            for fd in self._ends:
-                os.close(fd)
+            self._bell.put(None)
+            thread.join(_STUCK_SECONDS)  # longer only in a notice of the user's that hangs: it ends with the process
 
     def forget(self) -> None:
         """In a forked child: a worker that hangs in C would never see a handler of Python, and could not be ended."""
         for number, before in self._previous.items():
             if number != signal.SIGINT and signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is full: the thread is awake
-            os.write(self._ends[1], b"\0")
 
     def finish(self, order: Order, save: Callable[[float], None], wait: Callable[[float], None]) -> None:
         """An iteration is over: make its checkpoint, unless it is made, and wait for the disk while there is time."""
@@ -151,8 +150,16 @@ class Leave:
         self._say(order, reason, is_durable=is_durable)
 
     def _say(self, order: Order, reason: str, *, is_durable: bool) -> None:
-        seconds = time.monotonic() - order.at
+        self.has_told, seconds = True, time.monotonic() - order.at
         self._log.emit(events.Left(step=self._step(), by=order.by, durable=is_durable, seconds=seconds, reason=reason))
+
+    def finish_others(self) -> bool:
+        """Other Checkpointers of this process were told too. False: the step of one of them is not over yet."""
+        others = [leave for leave in _listening if leave is not self and leave.order is not None and not leave._is_over]
+        left = [leave for leave in others if leave.order is not None and not leave.finish_between(leave.order)]
+        if left:
+            self._log.emit(loop_events.LeavesLater(step=self._step()))
+        return not left
 
     def exit(self) -> None:
         """The checkpoint is made: leave as was asked. Raises."""
@@ -191,7 +198,7 @@ class Leave:
             status, grace = PEER_DIED, min(grace, _STUCK_SECONDS)
         if self.order is None:
             self.order = Order(signal.Signals(number).name if number else "notice", now, now + grace, status)
-            self._wake()
+            self._bell.put(None)
 
     def _is_noticed(self) -> bool:
         if self._notice is None:
@@ -204,11 +211,13 @@ class Leave:
     def _watch(self) -> None:
         """Thread: looks for notices, and after an order for the end of the grace time."""
         while not self._is_over and self.order is None:
-            select.select([self._ends[0]], [], [], None if self._notice is None else _POLL_SECONDS)
+            with contextlib.suppress(queue.Empty):
+                self._bell.get(timeout=_IDLE_SECONDS if self._notice is None else _POLL_SECONDS)
             if self._is_noticed():
                 self._take(0)
         if self.order is not None:
-            self._log.emit(events.Told(step=self._step(), by=self.order.by, grace=self.order.seconds_left))
+            order, left = self.order, self.order.seconds_left
+            self._log.emit(events.Told(step=self._step(), by=order.by, grace=left, saves=not order.is_for_peer))
             self._wait_out(self.order)
 
     def _wait_out(self, order: Order) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from stepwell import journal
 from stepwell.arena.channel import Message
 from stepwell.errors import PersistError
+from stepwell.overdue import Watch
 from stepwell.snapshot.inflight import Inflight
 from stepwell.snapshot.snapshotter import Snapshotter
 from stepwell.snapshot.uploads import Uploads
@@ -20,8 +22,11 @@ from stepwell.types import Status
 class Outcomes:
     """Written by the copier and listening threads. `attach` comes before the first of them."""
 
-    def __init__(self, on_decided: Callable[[int, bool], None], on_new_agent: Callable[[int], None]) -> None:
-        self.uploads = Uploads(on_decided)
+    def __init__(
+        self, on_decided: Callable[[int, bool], None], on_new_agent: Callable[[int], None], log: journal.EventLog
+    ) -> None:
+        self.watch = Watch(log)
+        self.uploads = Uploads(on_decided, self._hold_still)
         self._on_new_agent = on_new_agent
         self.on_unheard: Callable[[Inflight], None] = lambda inflight: None
         """Told of a snapshot that came to nothing before an agent heard of it."""
@@ -36,7 +41,7 @@ class Outcomes:
         self.is_fenced = False
         self.on_lost: Callable[[], None] = lambda: None
         self.why_lost: str | None = None
-        """An agent died again and again, this rank's or another's: nothing will be committed any more."""
+        """An agent, this rank's or another's, died again and again at the end of the run: nothing more is committed."""
         self.is_due_again = False
         """A checkpoint is wanted, whatever the policy says: the last snapshot was void, and the next one is taken
         blocking; or a chain needs a base; or the run went on from a lossy state.
@@ -53,9 +58,17 @@ class Outcomes:
         """Went on from this step. What is lossy is no checkpoint: the next step is to be one."""
         self.committed_step, self.is_due_again = None if is_lossy else step, is_lossy
 
+    def want_again(self, is_wanted: bool) -> None:
+        """Any thread. It is only ever set here: who reads and writes it back would lose what another thread says."""
+        if is_wanted:
+            self.is_due_again = True
+
     def status(self, **facts: Any) -> Status:
         """Where the run stands, with what the caller knows."""
+        since, why = self.watch.late or (None, None)
         return Status(
+            overdue_since=since,
+            overdue_because=why,
             committed_step=self.committed_step,
             memory_step=self.memory_step,
             pending=len(self.uploads.pending()),
@@ -72,10 +85,15 @@ class Outcomes:
         if snapshotter.symbols is not None:
             snapshotter.symbols.on_due = self._ask_for_base
 
+    def _hold_still(self) -> None:
+        """The training thread may be about to wait for a snapshot that it has yet to clear."""
+        if self._snapshotter is not None:
+            self._snapshotter.hold_still()
+
     def _ask_for_base(self) -> bool:
         """Any thread: there are no records until the next one. False: it may be on its way."""
         is_asked = not self.uploads.is_busy()
-        self.is_due_again = self.is_due_again or is_asked
+        self.want_again(is_asked)
         return is_asked
 
     def on_settled(self, inflight: Inflight) -> None:
@@ -86,6 +104,7 @@ class Outcomes:
             if not inflight.is_announced:
                 self.on_unheard(inflight)
             reason = f"snapshot of step {inflight.step} is void: {inflight.void.leaf} ({inflight.void.seen_by})"
+            self.watch.note_reason(reason)
             self.uploads.fail(inflight.sequence, PersistError(reason, step=inflight.step))
             self.is_due_again = True
 
@@ -104,22 +123,26 @@ class Outcomes:
         kind, sequence = message["type"], message.get("sequence", 0)
         if kind == "durable":
             self.committed_step, self.degraded = message["step"], message.get("degraded")
+            self.watch.note_committed(message["step"])
             self.uploads.succeed(sequence, message["directory"])
         elif kind == "released":
             self._snapshotter.pool.release(sequence)
             if message["is_over"]:
                 self.uploads.forget(sequence)
         elif kind == "failed":
-            self.is_fenced = self.is_fenced or (message["fenced"] and message["lineage"] == self.lineage)
-            self.is_due_again = self.is_due_again or message["void"]
-            self.has_drifted = self.has_drifted or message["drift"]
+            self.watch.note_reason(message["error"])
+            if message["fenced"] and message["lineage"] == self.lineage:
+                self.is_fenced = True
+            self.want_again(message["void"])
+            if message["drift"]:
+                self.has_drifted = True
             if message["final"]:
                 self.uploads.fail(sequence, PersistError(message["error"], step=message["step"]))
         elif kind == "flushed":
             self.shared_step = message["step"]
         elif kind == "base_due":
             # One that is streamed is never in memory, and cannot be the base of a chain.
-            self.is_due_again = self.is_due_again or not self._snapshotter.pool.is_streaming
+            self.want_again(not self._snapshotter.pool.is_streaming)
         elif kind in ("delta", "rebased", "chain_over"):
             self._on_chain(message)
         elif kind == "replaced":
@@ -128,6 +151,7 @@ class Outcomes:
             self._on_new_agent(message["pid"])
         elif kind == "lost":
             self.why_lost = "the agent died again and again; see the log above for its error"
+            self.watch.note_reason(self.why_lost)
             self._snapshotter.pool.release_all()
             self.uploads.fail_all(PersistError(self.why_lost))
             self.on_lost()

@@ -14,11 +14,11 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from stepwell import events, journal
 from stepwell.policy.auto import Auto, Tempo, sentence
-from stepwell.policy.every import Cadence, Never, Policy, is_counted
+from stepwell.policy.every import Cadence, Elsewhere, Never, Policy, follow, is_counted, tell
 from stepwell.policy.interval import Interval
 from stepwell.policy.profile import Profile
 from stepwell.snapshot.ticks import Ticks, device_name
@@ -32,6 +32,8 @@ from stepwell.types import Owner
 _EARLY: Final = 16
 _NEWS: Final = 2.0
 """By how much the interval has to change for a line on the terminal."""
+_HUNG, _HUNG_SECONDS = 10.0, 60.0
+"""A write that takes so many times as long as usual, and so long, holds the next checkpoint back no more."""
 _NOTE_SECONDS: Final = 10.0
 """How old the note of this process's life may be: so much of it a SIGKILL takes out of the mean time to failure."""
 
@@ -200,8 +202,8 @@ class Pace:
     def count_epoch(self) -> None:
         """Another epoch began: what passed since the last step was no iteration."""
         self._ticks.skip()
-        self._disk.epochs += 1
-        self._memory.epochs += 1
+        self._disk.begin_epoch()
+        self._memory.begin_epoch()
 
     def wishes(self, step: int, *, is_epoch_end: bool, again: bool) -> tuple[set[str], list[str]]:
         """What is due: what all ranks find alike by counting, and what has to be planned by one of them.
@@ -218,11 +220,39 @@ class Pace:
                 self._memory.restart(step)  # also if a save takes its place here, of which another rank has not heard
         return sure, wished
 
+    def due_at_epoch_end(self, step: int) -> list[str]:
+        """What is due only because an epoch is over, and all ranks know that by themselves."""
+        found = []
+        if is_counted(self._policy) or self._owner.is_alone:
+            now, else_ = (self._is_due(step, is_epoch_end=is_end) for is_end in (True, False))
+            found += ["save"] if now and not else_ else []
+        if not found and (is_counted(self._memory.policy) or self._owner.is_alone):
+            now, else_ = (self._memory.is_due(step, is_epoch_end=is_end) for is_end in (True, False))
+            found += ["memory"] if now and not else_ else []
+        return found
+
     def _is_due(self, step: int, *, is_epoch_end: bool) -> bool:
-        if self._tempo is not None and self._tempo.chosen is None and self._lives:
+        if self._tempo is None:
+            return self._disk.is_due(step, is_epoch_end=is_epoch_end)
+        if self._tempo.chosen is None and self._lives:
             return False  # the first one is being measured
-        interval = None if self._tempo is None else self._tempo.interval()
+        interval = self._tempo.interval(is_writing=self._is_writing)
         return self._disk.is_due(step, is_epoch_end=is_epoch_end, interval=interval)
+
+    @property
+    def _is_writing(self) -> bool:
+        """Whether one is not durable yet, and not hung either."""
+        if not self._lives:
+            return False
+        begun = time.monotonic() - max(_HUNG_SECONDS, _HUNG * (self._profile.durable or 0.0))
+        with self._lock:
+            return any(life.started > begun for life in self._lives.values())
+
+    def is_held(self, step: int) -> bool:
+        """Whether an automatic checkpoint is late because the one before is not durable yet."""
+        if self._tempo is None or not self._lives:
+            return False
+        return self._disk.is_due(step, is_epoch_end=False, interval=self._tempo.usual)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -236,20 +266,23 @@ class Pace:
         """Of the last checkpoint that was begun."""
         return self._disk.step
 
-    def restart(self, step: int, *, durable: bool, is_planned: bool = False) -> None:
+    def restart(self, step: int, *, durable: bool, is_apart: bool = False, is_epoch_end: bool = False) -> None:
         """There is a snapshot of this step, or it was given up: count from here.
 
-        is_planned:  by rank 0, and another rank may have heard of it too late: what all count by themselves goes on
+        is_apart:  another rank may not know of it, because it heard of a plan too late, or nobody called save() there:
+                   what all ranks count by themselves goes on, or they would count apart from then on
         """
         for cadence in (self._memory, self._disk) if durable else (self._memory,):
-            if not (is_planned and is_counted(cadence.policy)):
-                cadence.restart(step)
+            if not (is_apart and is_counted(cadence.policy)):
+                cadence.restart(step, is_epoch_end=is_epoch_end)
 
     def begin(self, sequence: int, started: float, *, is_asked: bool) -> None:
         """A checkpoint is under way; `is_asked`: the user wanted it now, and waits for more than usual."""
         with self._lock:
             if sequence not in self._early:  # a fast agent may have been here before
                 self._lives[sequence] = _Life(started, is_asked)
+        if self._tempo is not None:
+            self._tempo.begin()
 
     def end(self, sequence: int, is_durable: bool) -> None:
         """It is committed, or came to nothing. Any thread."""
@@ -268,7 +301,16 @@ class Pace:
         """The present frequency, and why, in one sentence."""
         if self._tempo is not None:
             return self._tempo.explain()
-        return "Rank 0 decides." if isinstance(self._policy, Auto) else f"{self._policy}, as asked for."
+        return "Rank 0 decides." if isinstance(self._policy, Auto | Elsewhere) else f"{self._policy}, as asked for."
+
+    def policies(self) -> list[Any]:
+        """What this rank was given, for checkpoints and for copies in memory."""
+        return [tell(self._policy), tell(self._memory.policy)]
+
+    def follow(self, policies: list[Any]) -> None:
+        """This rank was given something else than rank 0: rank 0's holds. Before the first step."""
+        self._policy, memory = (follow(told) for told in policies)
+        self._disk, self._memory = Cadence(self._policy), Cadence(memory)
 
 
 def _conditions(flat: Flat, paths: RunPaths, owner: Owner) -> dict[str, str]:

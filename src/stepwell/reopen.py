@@ -2,45 +2,47 @@
 
 Owns:    the order of these, and what is said to the person.
 Before:  nothing is running.   After: `checkpointer` starts the agent in the new lineage.
-Holds:   rank 0 opens, lists and chooses for all, so that all try the same candidates in the same order; a candidate
-         counts only if every rank has it. A damaged one is reported and the next older one is tried; never silently
+Not:     trying candidates (search).
+Holds:   rank 0 opens, lists and chooses for all, so that all try the same candidates in the same order; never silently
          from zero; the lineage is created only after the state is back.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
+import functools
 import hashlib
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stepwell import events, journal
 from stepwell.agent.client import AgentClient
+from stepwell.agent.finding import make_whereabouts
+from stepwell.alike import check_directory, check_levels, check_lineage
 from stepwell.arena.channel import Message
+from stepwell.behind import check_fresh
 from stepwell.caches import Caches
-from stepwell.candidates import Candidate, Places, Wish, inventory, plan
-from stepwell.errors import ConfigError, RestoreError, listing
-from stepwell.faults import crash_point
+from stepwell.candidates import Places, Wish, inventory, plan
+from stepwell.errors import ConfigError
 from stepwell.format.manifest import Lineage, Run
-from stepwell.groups.consent import each, lead, vote
+from stepwell.groups.consent import each, lead
 from stepwell.groups.group import Group
+from stepwell.groups.key import common_key
 from stepwell.groups.local import LocalGroup
 from stepwell.holdings import Holdings
+from stepwell.levels.events import LevelsUnused
 from stepwell.levels.orders import Orders
 from stepwell.levels.spec import Levels
 from stepwell.options import seconds_from
-from stepwell.restore.load import Loaded, load
-from stepwell.restore.whole import Part
+from stepwell.search import Search
 from stepwell.state.tracked import Tracked
-from stepwell.store import catalog, desk
-from stepwell.store.lineage import create_next, open_run, read_history
+from stepwell.store import catalog, desk, files
+from stepwell.store.lineage import create_next, open_run, read_history, read_run
 from stepwell.store.paths import RunPaths
-from stepwell.store.progress import read_progress
+from stepwell.store.secret import make_shared, read_shared
 from stepwell.types import CheckpointId, Keep, Owner
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class Reopened:
     """An opened run. `restored` is None after a fresh start; `own` is the run's own state, if it came back.
 
     is_resized:  as many ranks as saved it are not here: what was each rank's own is rank 0's
+    key:         what the ranks know one another by; empty if there is one
+    agents:      where this run's agents are on this machine; empty if they cannot be found
     """
 
     run: Run
@@ -63,6 +67,8 @@ class Reopened:
     is_resized: bool = False
     is_lossy: bool = False
     orders: Orders | None = None
+    key: bytes = field(default=b"", repr=False)
+    agents: str = field(default="", repr=False)
 
     @property
     def derived_seed(self) -> int | None:
@@ -92,6 +98,7 @@ class Reopened:
             "lineage": self.lineage.number,
             "rank": self.owner.rank,
             "world_size": self.owner.world_size,
+            "agents": self.agents,
             "keep": asdict(keep),
             "restored": "" if self.restored is None or self.is_resized else self.restored.directory,
             "linger": seconds_from("STEPWELL_LINGER", 60),
@@ -114,6 +121,7 @@ def reopen(
     group: Group | None = None,
     levels: Levels | None = None,
     deltas: Deltas | None = None,
+    keep: Keep | None = None,
     step: int | None = None,
     before: int | None = None,
     strict: bool = True,
@@ -125,13 +133,14 @@ def reopen(
 
     attach:       told the run's seed, before anything is read
     check:        told the run's own state, if `strict`, before anything is changed; may refuse it
+    keep:         noted with the lineage, for who prunes the run later
     fresh:        restore nothing: refused where there are checkpoints, unless
     may_abandon:  the user took single objects out of them and goes on from step 0
     """
     group = LocalGroup() if group is None else group
     wish = Wish(step, before, prefer, None if deltas is None else deltas.worth)
     journal.speak_to_terminal(level=logging.INFO if group.is_leader else logging.WARNING)
-    opened = lead(group, "opening the run", lambda: open_run(paths, seed=_seed(seed)).dump().decode())
+    opened = lead(group, "opening the run", lambda: open_run(paths, seed=seed).dump().decode())
     run, owner = Run.load(opened.encode(), path=str(paths.run)), Owner(group.rank, group.size)
 
     def begin() -> None:
@@ -139,33 +148,49 @@ def reopen(
         attach(run.seed)
 
     each(group, "the data", begin)
+    check_directory(group, paths, run)
+    check_levels(group, levels)
+    if deltas is not None and (unused := os.environ.get("STEPWELL_CACHE")):
+        log.emit(LevelsUnused(path=unused, why=f"deltas= writes straight to {paths.root}"))
 
     def next_lineage(parent: int, step: int, lossy: str | None = None) -> Lineage:
-        made = lead(
-            group, "the next lineage", lambda: create_next(paths, parent=parent, step=step, lossy=lossy).dump().decode()
-        )
-        return Lineage.load(made.encode(), path=str(paths.lineages))
+        told: dict[str, Any] = {"parent": parent, "step": step, "lossy": lossy, "keep": keep}
+        made = lead(group, "the next lineage", lambda: create_next(paths, **told).dump().decode())
+        lineage = Lineage.load(made.encode(), path=str(paths.lineages))
+        check_lineage(group, paths, lineage)
+        return lineage
 
-    caches = None if levels is None else Caches(levels, run.id, group, log)
+    key = b""
+    if group.size > 1:
+        key = common_key(group, run.id, lambda: make_shared(paths), lambda: read_shared(paths))
+    agents = make_whereabouts(paths, run.id)
+    opened_as = functools.partial(Reopened, run, owner=owner, key=key, agents=agents)
+    caches = None if levels is None else Caches(levels, run.id, paths, group, log, key)
     if fresh:
         lead(group, "a fresh start", lambda: None if may_abandon else _refuse_overwriting(paths, catalog.scan(paths)))
-        return _settle(Reopened(run, next_lineage(0, 0), owner), paths, caches, client)
-    holdings = Holdings.find(run.id, paths.identity, client, group.rank)
+        return _settle(opened_as(next_lineage(0, 0)), paths, caches, client)
+    holdings = Holdings.find(agents, client, group.rank)
     client.launch()
     with contextlib.closing(holdings):
         if caches is not None:
             caches.meet(client)
             caches.share()
         everywhere = group.all_gather(inventory(holdings), "what is held in memory")
-        plans = lead(group, "the plan", lambda: plan(paths, everywhere, caches, log, wish))
-        candidates = [Candidate.load(values) for values in plans]
         places = Places(paths, holdings, caches, log)
-        restored = _try_all(candidates, places, tracked, log, paths, group, strict, check if strict else None)
+        search = Search(places, tracked, group, strict, check if strict else None)
+        restored = search.run(lambda: plan(paths, everywhere, caches, log, wish))
         if restored is None:
-            return _settle(Reopened(run, next_lineage(0, 0), owner), paths, caches, client)
+            return _settle(opened_as(next_lineage(0, 0)), paths, caches, client)
         id, loaded, frozen, world_size, lossy = restored
         lineage = next_lineage(id.lineage, id.step, lossy)
-    reopened = Reopened(run, lineage, owner, id, loaded.own, frozen, world_size != group.size, lossy is not None)
+    reopened = opened_as(
+        lineage,
+        restored=id,
+        own=loaded.own,
+        frozen=frozen,
+        is_resized=world_size != group.size,
+        is_lossy=lossy is not None,
+    )
     return _settle(reopened, paths, caches, client)
 
 
@@ -196,15 +221,12 @@ def load_only(
     only = {only} if isinstance(only, str) else only
     each(group, "the desk", lambda: desk.fetch(paths))
     journal.speak_to_terminal()
-    plans = lead(group, "the plan", lambda: plan(paths, [], None, log, Wish(step, before, prefer), any_branch=True))
-    candidates = [Candidate.load(values) for values in plans]
-    places = Places(paths, Holdings(), None, log)
-    return _try_all(candidates, places, tracked, log, paths, group, strict, None, only) is not None
-
-
-def _seed(seed: int | None) -> int | None:
-    override = os.environ.get("STEPWELL_SEED")
-    return int(override) if override is not None and seed is None else seed
+    opened = lead(group, "the run", lambda: read_run(paths).dump().decode() if files.exists(paths.run) else None)
+    if opened is not None:
+        check_directory(group, paths, Run.load(opened.encode(), path=str(paths.run)))
+    search = Search(Places(paths, Holdings(), None, log), tracked, group, strict, None, only)
+    wish = Wish(step, before, prefer)
+    return search.run(lambda: plan(paths, [], None, log, wish, any_branch=True)) is not None
 
 
 def _refuse_overwriting(paths: RunPaths, entries: Sequence[catalog.Entry]) -> None:
@@ -215,86 +237,4 @@ def _refuse_overwriting(paths: RunPaths, entries: Sequence[catalog.Entry]) -> No
             "or use another directory for a new run",
             path=str(paths.root),
         )
-
-
-def _try_all(
-    candidates: Sequence[Candidate],
-    places: Places,
-    tracked: Sequence[Tracked],
-    log: journal.EventLog,
-    paths: RunPaths,
-    group: Group,
-    strict: bool,
-    check: Callable[[dict[str, Any]], None] | None,
-    only: set[str] | None = None,
-) -> tuple[CheckpointId, Loaded, set[str], int, str | None] | None:
-    """The first candidate whose every byte is right on every rank. Raises RestoreError when all are damaged."""
-    damaged = []
-    for candidate in candidates:
-        for source, find in places.of(candidate):
-            started = time.monotonic()
-            if source == "node" and places.caches is not None:
-                places.caches.complete(candidate.id)
-            parts: list[Part] = []
-            loaded: Loaded | None = None
-            error: Exception | None = None
-            try:
-                with _no_collection():
-                    parts = find()
-                    mine = group.rank if len(parts) == group.size else None
-                    loaded = load(parts, tracked, mine=mine, only=only, strict=strict, check=check)
-            except Exception as raised:
-                error = raised
-                if source == "node" and places.caches is not None:
-                    places.caches.doubt(raised)
-            bad = vote(group, f"the vote on step {candidate.id.step}", error)
-            if bad is not None:
-                damaged.append(f"{candidate.id} ({source}): {bad}")
-                log.emit(events.Damage(directory=candidate.id.directory, reason=bad))
-                continue
-            assert loaded is not None
-            id = parts[0].record.id  # a chain may end before the record that was asked for
-            crash_point("restore.loaded")
-            if loaded.problems:
-                log.emit(events.Mismatch(problems=loaded.problems))
-            log.emit(
-                events.Restore(
-                    step=id.step,
-                    directory=id.directory,
-                    source=source,
-                    seconds=time.monotonic() - started,
-                    nbytes=loaded.nbytes,
-                    redone=_redone(paths, id),
-                    suspect=candidate.is_suspect,
-                )
-            )
-            leaves = [leaf for part in parts for leaf in part.record.leaves]
-            frozen = {leaf.name for leaf in leaves if leaf.file == 1}
-            return id, loaded, frozen, len(parts), f"chain of {candidate.chain}" if candidate.chain else None
-    if damaged:
-        raise RestoreError(
-            f"no checkpoint in {paths.root} is whole, and the live state may be half overwritten:\n{listing(damaged)}\n"
-            "restore from a copy of the run directory, or start anew in another one",
-            path=str(paths.root),
-        )
-    return None
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Thousands of new objects would make Python look for garbage, in all there is, while the readers wait."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _redone(paths: RunPaths, id: CheckpointId) -> int | None:
-    """Steps the last trainer had finished beyond the restored one, if that is known."""
-    progress = read_progress(paths.progress)
-    if progress is None or progress.step < id.step:
-        return None
-    return progress.step - id.step
+    check_fresh(paths)

@@ -1,38 +1,32 @@
 """The other ranks, as the training process sees them: one door to the group, the line and what they decide.
 
-Owns:    the group of the run, the line, and the order in which they are opened; what this rank stores.
-Not:     the decisions themselves (ranks), checkpoints (checkpointer).
+Owns:    the group of the run, the line, and the order in which they are opened.
+Not:     the decisions themselves (ranks), what this rank stores (shared), checkpoints (checkpointer).
 Holds:   alone, nothing here does anything. After opening nothing here waits, but for `save()` on the first verdict
          about who stores what.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Any
 
 from stepwell import faults, journal
-from stepwell.errors import GroupError, PersistError
+from stepwell.errors import GroupError
 from stepwell.events import Event
 from stepwell.groups.choose import choose_group
 from stepwell.groups.group import Group, default_seconds
 from stepwell.groups.line import Line
 from stepwell.ranks.agreement import Agreement, Message
-from stepwell.ranks.events import NoAgent, RankLost, Sharing
-from stepwell.ranks.sharing import Claim, Shares, share
-from stepwell.snapshot.guard import content_digest
+from stepwell.ranks.asked import KINDS, Asked
+from stepwell.ranks.events import NoAgent, PoliciesDiffer, RankLost
+from stepwell.shared import Shared
 from stepwell.state.flatten import Flat, Leaf
-from stepwell.state.share import OWN, Cutter, describe
+from stepwell.state.roles import Role
 from stepwell.types import Owner
 
 Costs = tuple[float, float]
 """What a checkpoint takes from training, and until it is durable."""
-_TORN_SECONDS: Final = 3.0
-"""After this long without a word the ranks that have not told what they hold will not do so by themselves."""
-_AGAIN_SECONDS: Final = 30.0
-"""How long a save waits for another verdict: the ranks may hold it up themselves, by not changing alike."""
 
 
 class Together:
@@ -50,21 +44,21 @@ class Together:
         on_leave: Callable[[], object],
     ) -> None:
         self.log: journal.EventLog | None = None
-        self.find_still: Callable[[Sequence[Leaf]], set[str]] = lambda leaves: set()
+        self.find_roles: Callable[[Sequence[Leaf]], list[Role]] = lambda leaves: []
         self.on_lost: Callable[[int], None] = lambda rank: None
         self.on_no_agent: Callable[[int], None] = lambda rank: None
+        self.on_alone: Callable[[int, int, int, int], None] = lambda step, repeat, by, missing: None
+        self.is_within_step: Callable[[], bool] = lambda: False
+        self.on_ended: Callable[[int, int, int], None] = lambda step, repeat, missing: None
+        self.policies: Callable[[], list[Any]] = list
+        self.follow_policies: Callable[[list[Any]], None] = lambda told: None
         self._on_late, self._on_costs, self._on_leave = on_late, on_costs, on_leave
         self.group: Group = choose_group()
         self._is_open = False
         self._line: Line | None = None
         self._agreement: Agreement | None = None
-        self._changed = threading.Condition()
-        self._form: object = None
-        self._round = 0
-        self._claims: dict[int, dict[int, dict[str, Claim]]] = {}
-        self._torn_at = 0.0
-        self._shares: dict[int, Shares] = {}
-        self._cutter: tuple[int, Cutter] | None = None
+        self._asked: Asked | None = None
+        self._shared: Shared | None = None
         self._lost: list[int] = []
 
     @property
@@ -90,16 +84,40 @@ class Together:
             self.group.open()
         return self.group
 
-    def start(self) -> None:
-        """All have restored: from here on they talk over the line. Collective."""
+    def start(self, key: bytes) -> None:
+        """All have restored: from here on they talk over the line, with the run's key. Collective."""
         if self.is_alone:
             return
-        self._line = Line(self.group, self._on_message, self._on_line_lost)
+        self._line = line = Line(self.group, key, self._on_message, self._on_line_lost)
         self._agreement = Agreement(self.group.rank, self.group.size, self._line.send, self._on_late)
+        self._asked = Asked(
+            self.group.rank,
+            self._line.send,
+            lambda rank, message: line.send(message, to=rank),
+            lambda *facts: self.on_alone(*facts),
+            ranks=self.group.size,
+            is_within_step=lambda: self.is_within_step(),
+            seconds=default_seconds(),
+        )
+        self._shared = Shared(self.group.rank, self.group.size, self._line.send_large, self.find_roles, self._emit)
         self._line.open()
+        self._compare_policies()
+        self.group.rest()
+
+    def _compare_policies(self) -> None:
+        """Ranks that count by different policies would never checkpoint the same step. Collective."""
+        told = self.group.all_gather(self.policies(), "the policies")
+        if told[self.group.rank] != told[0]:
+            self.follow_policies(told[0])
+        for rank, policies in enumerate(told if self.group.is_leader else ()):
+            for name, first, other in zip(("policy", "memory"), told[0], policies, strict=True):
+                if other != first:
+                    self._emit(PoliciesDiffer(of_rank=rank, name=name, other=other[0], first=first[0]))
 
     def close(self) -> None:
         """Let go of the others."""
+        if self._shared is not None:
+            self._shared.close()
         if self._line is not None:
             self._line.close()
         self.group.close()
@@ -118,9 +136,33 @@ class Together:
         if self._agreement is None:
             return set(wishes)
         wishes = [wish for wish in wishes if wish == "leave" or not is_busy()]
-        if self._is_torn():
+        if self._shared is not None and self._shared.is_torn:
             wishes.insert(0, "look again")
+        if self._asked is not None:
+            self._asked.pass_step(step)
         return self._agreement.pass_step(step, wishes=wishes)
+
+    def ask(self, step: int, repeat: int) -> None:
+        """This rank takes a save that all ranks are to ask for; see `Asked`."""
+        if self._asked is not None:
+            self._asked.ask(step, repeat)
+
+    def explain(self, step: int, repeat: int) -> tuple[Callable[[float], str], float]:
+        """For who waits for a save that was asked for: which ranks have not, and how often to look; see `Asked`."""
+        asked = self._asked
+        assert asked is not None
+        return lambda waited: asked.explain(step, repeat, waited), asked.slice_seconds
+
+    def tell_ended(self, step: int, repeat: int, missing: int) -> None:
+        """Rank 0: a save that not all ranks asked for is void; whoever waits for it need not."""
+        assert self._line is not None
+        self._line.send({"type": "ended", "step": step, "repeat": repeat, "missing": missing})
+        self.on_ended(step, repeat, missing)
+
+    def end_asking(self) -> None:
+        """This rank asks for no save any more."""
+        if self._asked is not None:
+            self._asked.end()
 
     def tell_ready(self, is_ready: bool) -> None:
         """See `Agreement`."""
@@ -145,88 +187,41 @@ class Together:
     # -- what this rank stores ----------------------------------------------------------------------------------------
 
     def cut(self, flat: Flat, step: int, *, block: bool = False) -> Flat | None:
-        """What this rank stores of the state. None while the ranks have not agreed on that; with `block` it waits."""
-        if self._line is None:
-            return flat
-        self._claim(flat, step)
-        with self._changed:
-            seconds = min(_AGAIN_SECONDS, default_seconds()) if self._shares else default_seconds()
-            if block and not self._changed.wait_for(lambda: self._is_settled(), seconds):
-                raise PersistError(f"the ranks did not agree within {seconds:g} s on who stores what")
-            if self._lost and self._round not in self._shares:
-                raise GroupError(f"rank {self._lost[0]} is gone", missing=self._lost, operation="sharing the state")
-            if self._round not in self._shares:
-                return None
-            if self._cutter is None or self._cutter[0] != self._round:
-                self._cutter = (self._round, Cutter(self._shares[self._round]))
-        return self._cutter[1].cut(flat)
+        """See `Shared`. Alone it is all of the state."""
+        return flat if self._shared is None else self._shared.cut(flat, step, block=block)
+
+    def gate(self) -> float:
+        """Nobody may change what the ranks are told of: see `Shared`. Returns the seconds it waited."""
+        return 0.0 if self._shared is None else self._shared.gate()
+
+    def look(self) -> None:
+        """The training thread is between two operations. No wait."""
+        if self._shared is not None:
+            self._shared.look()
 
     def look_again(self) -> None:
-        """What was shared has drifted apart: the next cut is by a new verdict. All ranks at the same step."""
-        self._form = None
-
-    def _is_settled(self) -> bool:
-        return self._round in self._shares or bool(self._lost)
-
-    def _is_torn(self) -> bool:
-        """Rank 0: some have told what they hold, and the others do not. They all do so again, at one step."""
-        with self._changed:
-            return bool(self._claims) and time.monotonic() > self._torn_at
-
-    def _claim(self, flat: Flat, step: int) -> None:
-        """Tell rank 0 what this rank holds, when that is not what it was. In one round are claims of one step."""
-        form = [(leaf.name, leaf.dtype, leaf.local.shape, leaf.box) for leaf in flat.leaves if leaf.path[0] != OWN]
-        if form == self._form:
-            return
-        assert self._line is not None
-        self._form = form
-        self._round = max(self._round + 1, step << 8)
-        found = {leaf.name: describe(leaf, content_digest) for leaf in flat.leaves if leaf.path[0] != OWN}
-        still = self.find_still(flat.leaves)
-        claims = {name: Claim(*facts, is_still=name in still) for name, facts in found.items()}
-        if self.group.is_leader:
-            self._hear_claims(0, self._round, claims)
-        else:
-            leaves = {name: claim.dump() for name, claim in claims.items()}
-            self._line.send({"type": "claims", "round": self._round, "leaves": leaves})
-
-    def _hear_claims(self, rank: int, number: int, claims: dict[str, Claim]) -> None:
-        assert self._line is not None
-        with self._changed:
-            self._torn_at = time.monotonic() + _TORN_SECONDS
-            heard = self._claims.setdefault(number, {})
-            heard[rank] = claims
-            if len(heard) < self.group.size:
-                return
-            self._claims = {other: parts for other, parts in self._claims.items() if other > number}
-        verdict = share([heard[rank] for rank in range(self.group.size)])
-        self._emit(_sharing(verdict, heard[0]))
-        for other in range(1, self.group.size):
-            self._line.send({"type": "shares", "round": number, "rows": verdict[other]}, to=other)
-        self._settle(number, verdict[0])
-
-    def _settle(self, number: int, shares: Shares) -> None:
-        with self._changed:
-            self._shares = {number: shares}
-            self._changed.notify_all()
+        """See `Shared`."""
+        if self._shared is not None:
+            self._shared.look_again()
 
     # -- the line's thread --------------------------------------------------------------------------------------------
 
     def _on_message(self, rank: int, message: Message) -> None:
         kind = message["type"]
-        if kind == "claims":
-            claims = {name: Claim.load(values) for name, values in message["leaves"].items()}
-            self._hear_claims(rank, message["round"], claims)
-        elif kind == "shares":
-            self._settle(
-                message["round"], {name: (first, last, who) for name, (first, last, who) in message["rows"].items()}
-            )
+        if kind in ("claims", "shares"):
+            assert self._shared is not None
+            self._shared.hear(rank, message)
         elif kind == "costs":
             self._on_costs(rank, tuple(message["costs"]))
         elif kind == "leave":
             self._on_leave()
         elif kind == "no agent":
             self._hear_no_agent(message)
+        elif kind == "ended":
+            self.on_ended(message["step"], message["repeat"], message["missing"])
+        elif kind in KINDS:
+            if self._asked is not None:
+                self._asked.on_message(rank, message)
         elif self._agreement is not None:
             self._agreement.on_message(rank, message)
 
@@ -240,13 +235,14 @@ class Together:
 
     def _on_line_lost(self, rank: int) -> None:
         """It died, or its machine: the launcher ends us, or training does. Nobody waits for it here."""
-        with self._changed:
-            self._lost.append(rank)
-            self._changed.notify_all()
-        self._emit(RankLost(rank=rank))
+        self._lost.append(rank)
+        if self._shared is not None:
+            self._shared.lose(GroupError(self._lost_text(), missing=self._lost, operation="sharing the state"))
+        self._emit(RankLost(rank=rank, host=self._host_of(rank)))
         self.on_lost(rank)
 
+    def _host_of(self, rank: int) -> str | None:
+        return self.group.hosts[rank] if self.group.hosts else None
 
-def _sharing(verdict: Sequence[Shares], claims: dict[str, Claim]) -> Sharing:
-    shared = sum(name in verdict[0] for name in claims)
-    return Sharing(ranks=len(verdict), shared=shared, own=len(claims) - shared)
+    def _lost_text(self) -> str:
+        return f"{RankLost(rank=self._lost[0], host=self._host_of(self._lost[0])).text()}; start all ranks again"

@@ -75,7 +75,8 @@ class Status:
 
     `policy` says in a sentence how often it checkpoints, and why. With levels `committed_step` lies on the nodes, and
     `degraded` says why it is not protected, if it is not; `shared_step` is in the shared place. With `deltas=` the
-    chain of lossy records reaches `delta_step`.
+    chain of lossy records reaches `delta_step`. If a checkpoint is due for several intervals and there is none,
+    `overdue_since` says since when (as `time.time()`), and `overdue_because` why.
     """
 
     step: int
@@ -90,6 +91,9 @@ class Status:
     degraded: str | None = None
     shared_step: int | None = None
     delta_step: int | None = None
+    is_finished: bool = False
+    overdue_since: float | None = None
+    overdue_because: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tests.crash.harness import Server, Trainer
-
-
-@contextmanager
-def fork_server() -> Iterator[Server]:
-    server = Server()
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 class Script:

@@ -42,8 +42,14 @@ def test_arguments_and_defaults_are_the_originals(call: Any) -> None:
     found = [
         name if parameter.default is inspect.Parameter.empty else f"{name}={shown(parameter.default)}"
         for name, parameter in inspect.signature(call).parameters.items()
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
     ]
     assert ", ".join(found) == ORIGINAL[call]
+
+
+def test_what_is_new_is_by_keyword_only() -> None:
+    kinds = {name: parameter.kind.name for name, parameter in inspect.signature(CFManager).parameters.items()}
+    assert [name for name in kinds if kinds[name] == "KEYWORD_ONLY"] == ["memory", "levels", "deltas"]
 
 
 def test_modes_have_the_originals_values() -> None:
@@ -379,9 +385,8 @@ def test_a_foreign_iterator_is_counted_and_has_to_be_at_its_place(run_dir: Path,
     assert [ids[0] for _, ids in again.seen] == [2, 3, 4, 5, 0, 1, 2, 3, 4, 5]
     again.manager.close()
     over = Small(run_dir, mode=CFMode.MANUAL, restore="before", loader=Foreign(size=size), bs=4)
-    assert over.restored == {"iter": 6, "steps_so_far": 12, "start_index": 24, "epoch": 1}
+    assert over.restored == {"iter": 0, "steps_so_far": 12, "start_index": 0, "epoch": 2}, "as the original's"
     over.iterator.load_state_dict(over.restored)
-    assert list(over.iterator) == [] and over.iterator.state_dict()["epoch"] == 2
-    over.iterator.reset()
-    assert len(list(over.iterator)) == 6
+    over.train(epochs=3)
+    assert [(epoch, ids[0]) for epoch, ids in over.seen] == [(2, number) for number in range(6)]
     over.manager.close()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from stepwell.journal import read_events
-from tests.adapters.scripts import Script, fork_server
+from tests.adapters.scripts import Script
 from tests.crash.harness import Server, wait_for
 from tests.ranks.conftest import soak
 
@@ -21,12 +20,6 @@ STEPS_OF_EPOCH = 11
 
 def ledger(where: Path) -> list[str]:
     return Path(f"{where}.ledger").read_text().splitlines()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with fork_server() as server:
-        yield server
 
 
 @pytest.fixture

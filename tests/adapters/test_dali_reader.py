@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import stepwell
 from stepwell.adapters.checkfreq import CFIterator, CFMode
 from stepwell.adapters.dali import FileReader
-from tests.adapters.scripts import Script, fork_server
+from tests.adapters.scripts import Script
 from tests.adapters.small import Small
 from tests.crash.harness import Server
 
@@ -179,16 +178,11 @@ def test_cf_iterator_around_a_dali_iterator_resumes_at_the_next_sample(
     first.manager.close()
     second, rest = start(run_dir / "cut", restore="before")
     assert second.restored is not None
-    done = second.restored["iter"]
+    done = second.restored["steps_so_far"]
     assert done == (6 if stop == 6 else 2), "the running iteration is not saved before the next request"
+    assert second.restored["epoch"] == (1 if stop == 6 else 0)
     assert seen[:done] + train(second, rest, epochs=3) == whole
     second.manager.close()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with fork_server() as server:
-        yield server
 
 
 @needs_dali

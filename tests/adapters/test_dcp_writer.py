@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import stepwell
 from stepwell.adapters.dcp import StepwellReader
@@ -34,10 +35,10 @@ def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def save(run: Path, step: int, state: dict[str, Any], **wishes: Any) -> None:
+def save(run: Path, step: int, state: dict[str, Any], planner: DefaultSavePlanner | None = None, **wishes: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's: no process group
-        dcp.save(state, storage_writer=StepwellWriter(run, step, **wishes))
+        dcp.save(state, storage_writer=StepwellWriter(run, step, **wishes), planner=planner)
 
 
 def steps(run: Path) -> list[int]:
@@ -67,6 +68,28 @@ def test_what_dcp_saves_a_checkpointer_takes_out(tmp_path: Path) -> None:
         dcp.load(target, storage_reader=StepwellReader(run))
     assert target["extra"]["count"] == 7 and target["extra"]["tags"] == ["a", None]
     assert torch.equal(target["extra"]["tied"], model[0].weight)
+
+
+class CachingPlanner(DefaultSavePlanner):
+    """torch keeps plans by the name of the planner's class: these are of this file alone."""
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+
+
+def test_a_planner_that_keeps_its_plans_writes_each_checkpoint_for_itself(tmp_path: Path) -> None:
+    """torch gives the writer the plan of the first save again, and with it that save's checkpoint."""
+    run, kept = tmp_path / "run", []
+    for step in (10, 20, 30):
+        model = torch.nn.Linear(4, 4)
+        kept.append(model.weight.detach().clone())
+        save(run, step, {"model": model.state_dict()}, planner=CachingPlanner(), keep=9)
+    assert steps(run) == [30, 20, 10]
+    for step, weight in zip((10, 20, 30), kept, strict=True):
+        other = torch.nn.Linear(4, 4)
+        ckpt = stepwell.Checkpointer(run, model=other, grace=None)
+        assert ckpt.restore(step=step, only="model") and torch.equal(other.weight, weight)
+    good("verify", run)
 
 
 def test_one_after_the_other_with_retention(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -12,7 +13,8 @@ import torch
 
 from stepwell.adapters import scr
 from stepwell.adapters.scr.index import Halt, Prefix
-from stepwell.adapters.scr.parameters import HONOURED, IGNORED, Config
+from stepwell.adapters.scr.parameters import HONOURED, IGNORED, Settings, settle
+from stepwell.adapters.scr.sources import Config
 from stepwell.cli.main import main
 from stepwell.errors import ConfigError
 from stepwell.levels.spec import Partner, ReedSolomon, Single, Xor
@@ -125,7 +127,7 @@ def test_the_names_are_those_of_scr() -> None:
 
 def test_what_cannot_be_an_output(place: Path) -> None:
     scr.init()
-    for name, flags in [("", 1), ("a\nb", 1), ("x", 4), ("x", -1), ("x" * 2000, 1)]:
+    for name, flags in [("a\nb", 1), ("x", 4), ("x", -1), ("x" * 2000, 1)]:
         with pytest.raises(RuntimeError, match="start_output"):
             scr.start_output(name, flags)
     scr.start_output("one", scr.FLAG_CHECKPOINT)
@@ -303,7 +305,7 @@ def test_what_a_program_refused_is_not_offered_again(place: Path) -> None:
     assert scr.have_restart() == "c1"
 
 
-def test_current_drop_and_delete(place: Path) -> None:
+def test_current_drop_and_delete(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     scr.config("SCR_FLUSH=1")
     scr.init()
     for number in range(1, 5):
@@ -315,8 +317,10 @@ def test_current_drop_and_delete(place: Path) -> None:
     assert not (place / "c3").exists()
     assert not list(place.rglob("step-000000000003*"))
     assert scr.have_restart() == "c2"
-    with pytest.raises(RuntimeError, match="no dataset of this name"):
-        scr.delete("c3")
+    for call in (scr.delete, scr.drop, scr.current):  # as in SCR
+        call("c3")
+        assert f"{call.__name__}('c3'): there is no such dataset; nothing was done" in caplog.text
+    assert scr.have_restart() == "c2"
     scr.current("c1")  # the program loaded it by itself
     write("c5", {"c5/f": b"5"})
     assert scr.have_restart() == "c5"
@@ -399,6 +403,12 @@ def test_need_checkpoint_by_count_and_time(place: Path, setting: str, expected: 
     assert [scr.need_checkpoint() for _ in range(6)] == expected
 
 
+def test_need_checkpoint_without_anything_to_go_by(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    scr.init()
+    assert scr.need_checkpoint() and scr.need_checkpoint()
+    assert caplog.text.count("need_checkpoint() says yes every time") == 1
+
+
 def test_need_checkpoint_by_overhead(place: Path) -> None:
     scr.config("SCR_CHECKPOINT_OVERHEAD=10")
     scr.init()
@@ -435,19 +445,96 @@ def test_halting(place: Path) -> None:
     assert not scr.should_exit(), "another start is another job"
 
 
+def test_permissions_and_times_of_files_come_back(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def facts(path: str) -> tuple[int, int]:
+        found = os.stat(path)
+        return found.st_mode & 0o777, found.st_mtime_ns
+
+    for wanted, setting in ((True, "1"), (False, "0")):
+        monkeypatch.setenv("SCR_COPY_METADATA", setting)
+        monkeypatch.setenv("SCR_FLUSH", "1")
+        scr.init()
+        scr.start_output(f"c{setting}", scr.FLAG_CHECKPOINT)
+        routed = scr.route_file(f"c{setting}/secret")
+        Path(routed).write_bytes(b"x" * 100)
+        os.chmod(routed, 0o700)
+        os.utime(routed, ns=(10**18, 10**18))
+        assert scr.complete_output()
+        scr.finalize()
+        assert (facts(f"c{setting}/secret") == (0o700, 10**18)) == wanted
+        os.rename(place / "cache", place / f"gone.{setting}")
+        scr.init()
+        assert scr.have_restart() == scr.start_restart() == f"c{setting}"
+        assert (facts(scr.route_file(f"c{setting}/secret")) == (0o700, 10**18)) == wanted
+        scr.complete_restart()
+        scr.finalize()
+
+
+def test_a_file_is_known_by_the_last_part_of_its_path(place: Path) -> None:
+    """As in SCR, whose older programs give nothing else in a restart."""
+    scr.init()
+    write("c1", {"c1/model": b"m", "c1/a/part": b"a", "c1/b/part": b"b"})
+    assert scr.have_restart() == scr.start_restart() == "c1"
+    assert read("model", "/elsewhere/model", "c1/a/part") == [b"m", b"m", b"a"]
+    with pytest.raises(RuntimeError, match=r"not in 'c1'"):
+        scr.route_file("part")
+    scr.complete_restart()
+
+
+def test_a_dataset_without_a_name_gets_scrs(place: Path) -> None:
+    scr.init()
+    assert write("", {"f": b"1"}) and write("", {"f": b"2"})
+    assert scr.have_restart() == "scr.dataset.2"
+
+
+def test_what_is_newer_is_dropped_with_current(place: Path) -> None:
+    scr.config("SCR_FLUSH=1")
+    scr.config("SCR_DROP_AFTER_CURRENT=1")
+    scr.init()
+    for number in range(1, 4):
+        write(f"c{number}", {f"c{number}/f": b"%d" % number})
+    scr.current("c1")
+    assert scr.have_restart() is None, "it was loaded already"
+    scr.finalize()
+    assert command("index", place).count("dropped") == 2
+    scr.init()
+    assert scr.have_restart() == "c1"
+
+
+def test_debug_shows_parameters_and_the_user_is_in_the_cache(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("stepwell")
+    before = logger.level, list(logger.handlers)
+    try:
+        scr.config("SCR_DEBUG=1")
+        scr.config("SCR_USER_NAME=some/one")
+        scr.init()
+        assert "SCR_FLUSH=10" in caplog.text and "SCR_DEBUG=1" in caplog.text
+        assert (place / "cache" / "some_one" / "stepwell-scr" / "runs").is_dir()
+    finally:
+        logger.setLevel(before[0])
+        logger.handlers[:] = before[1]
+
+
+def test_prove_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPWELL_PROVE", "x")
+    with pytest.raises(RuntimeError, match="`stepwell prove` compares states of a Checkpointer"):
+        scr.init()
+
+
 # -- parameters -------------------------------------------------------------------------------------------------------
 
 
 def test_precedence(place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     system = tmp_path / "system.conf"
-    monkeypatch.setattr("stepwell.adapters.scr.parameters.SYSTEM_FILE", system)
+    monkeypatch.setattr("stepwell.adapters.scr.sources.SYSTEM_FILE", system)
     config = Config()
 
     def flush() -> str | None:
-        assert config.tell("SCR_FLUSH", may_set=False) == str(config.settle().flush)
-        return config.tell("SCR_FLUSH", may_set=False)
+        found = config.tell("SCR_FLUSH", may_set=False)
+        assert settle(config).flush == int(found or 10)
+        return found
 
-    assert flush() == "10"
+    assert flush() is None, "a default is not told"
     system.write_text("# comment\n\nSCR_FLUSH=1\n")
     assert flush() == "1"
     config.tell("SCR_FLUSH=2", may_set=True)
@@ -462,34 +549,177 @@ def test_precedence(place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert flush() == "1"
 
 
-def test_what_parameters_mean(place: Path) -> None:
-    def settle(*lines: str):  # type: ignore[no-untyped-def]
-        config = Config()
-        for line in lines:
-            config.tell(line, may_set=True)
-        return config.settle()
+def told(*lines: str) -> Settings:
+    config = Config()
+    for line in lines:
+        config.tell(line, may_set=True)
+    return settle(config)
 
-    assert settle().scheme(1) == Xor(8)
-    assert settle("SCR_COPY_TYPE=SINGLE").scheme(7) == Single()
-    assert settle("SCR_COPY_TYPE=PARTNER").scheme(7) == Partner()
-    assert settle("SCR_COPY_TYPE=RS", "SCR_SET_SIZE=6", "SCR_SET_FAILURES=3").scheme(1) == ReedSolomon(6, 3)
-    file = settle("SCR_COPY_TYPE=FILE", "CKPT=0 INTERVAL=1 TYPE=SINGLE", "CKPT=1 INTERVAL=4 TYPE=XOR SET_SIZE=4")
+
+def test_what_parameters_mean(place: Path) -> None:
+    assert told().scheme(1) == Xor(8)
+    assert told("SCR_COPY_TYPE=SINGLE").scheme(7) == Single()
+    assert told("SCR_COPY_TYPE=PARTNER").scheme(7) == Partner()
+    assert told("SCR_COPY_TYPE=RS", "SCR_SET_SIZE=6", "SCR_SET_FAILURES=3").scheme(1) == ReedSolomon(6, 3)
+    file = told("SCR_COPY_TYPE=FILE", "CKPT=0 INTERVAL=1 TYPE=SINGLE", "CKPT=1 INTERVAL=4 TYPE=XOR SET_SIZE=4")
     assert [file.scheme(number) for number in (1, 2, 4, 6, 8)] == [Single(), Single(), Xor(4), Single(), Xor(4)]
-    assert settle("SCR_FLUSH_ASYNC_BW=200MB").bytes_per_second == 200 << 20
-    assert settle("SCR_CRC_ON_FLUSH=0", "SCR_RUNS=3", "SCR_NONSENSE=1").ignored.keys() == {
-        "SCR_CRC_ON_FLUSH",
-        "SCR_NONSENSE",
-    }
+    assert told("SCR_FLUSH_ASYNC_BW=200MB").bytes_per_second == 200 << 20
     host = socket.gethostname()
-    assert settle().domain is None
-    assert settle("SCR_GROUP=POWER", f"GROUPS={host} POWER=psu1 SWITCH=3").domain == "POWER=psu1"
+    assert told().domain is None
+    assert told("SCR_GROUP=POWER", f"GROUPS={host} POWER=psu1 SWITCH=3").domain == "POWER=psu1"
     with pytest.raises(ConfigError, match="GROUPS="):
-        settle("SCR_GROUP=POWER")
+        told("SCR_GROUP=POWER")
     for line in ("SCR_FLUSH=x", "SCR_FLUSH=-1", "SCR_FLUSH=1.5", "SCR_COPY_TYPE=RAID", "SCR_COPY_TYPE=FILE"):
         with pytest.raises(ConfigError, match=line.split("=")[0]):
-            settle(line)
+            told(line)
     with pytest.raises(ConfigError, match="KEY=VALUE"):
-        settle("SCR_FLUSH 3=")
+        told("SCR_FLUSH 3=")
+
+
+def test_what_has_no_effect_is_named(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every name that SCR's sources read is honoured or has a reason; so have descriptors, and any other name."""
+    ignored = told("SCR_CRC_ON_FLUSH=0", "SCR_RUNS=3", "SCR_NONSENSE=1", "SCR_LOG_DB_PASS=secret", "FOO=1").ignored
+    assert ignored.keys() == {"SCR_CRC_ON_FLUSH", "SCR_RUNS", "SCR_NONSENSE", "SCR_LOG_DB_PASS", "FOO"}
+    assert "secret" not in str(ignored) and ignored["FOO"] == "no parameter of this interface"
+    reading = """DEBUG COPY_METADATA DROP_AFTER_CURRENT FLUSH_POSTSTAGE JOB_ID JOB_NAME USER_NAME CLUSTER_NAME
+        CHECKPOINT_PATTERN LOG_ENABLE LOG_DB_HOST AXL_MKDIR NODE_TESTS PREFIX_PURGE HALT_EXIT ENABLE"""
+    for name in reading.split():
+        assert told(f"SCR_{name}=1").ignored.get(f"SCR_{name}") != "no parameter of this interface"
+    cache = os.environ["SCR_CACHE_BASE"]
+    lines = told(
+        "SCR_COPY_TYPE=FILE",
+        f"STORE={cache} GROUP=NODE COUNT=2",
+        "STORE=/ssd GROUP=NODE COUNT=3",
+        f"CKPT=0 INTERVAL=1 GROUP=NODE STORE={cache} TYPE=XOR SET_SIZE=16",
+        "CKPT=1 INTERVAL=4 GROUP=WORLD STORE=/ssd TYPE=XOR BYPASS=1",
+        "CKPT=2 INTERVAL=5 TYPE=SINGLE ENABLED=0",
+    )
+    assert list(lines.ignored) == [
+        f"STORE={cache} GROUP=NODE COUNT=2",
+        "STORE=/ssd GROUP=NODE COUNT=3",
+        "CKPT=1 BYPASS=1",
+        "CKPT=1 GROUP=WORLD",
+        "CKPT=1 STORE=/ssd",
+    ]
+    assert lines.scheme(5) == Xor(16), "the third one is not enabled"
+    assert "CKPT=" in told("CKPT=0 INTERVAL=1 TYPE=XOR").ignored
+    scr.config("SCR_JOB_ID=7")
+    scr.config(f"SCR_CONF_FILE={place}/gone.conf")
+    scr.init()
+    assert "SCR_JOB_ID has no effect: a cache belongs to the run in the prefix" in caplog.text
+    assert f"SCR_CONF_FILE has no effect: {place}/gone.conf is no file" in caplog.text
+
+
+def test_a_bucket_or_a_variable_that_is_not_set_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for line in ("SCR_PREFIX=s3://x", "SCR_CACHE_BASE=s3://x/y"):
+        monkeypatch.delenv(line.partition("=")[0], raising=False)
+        with pytest.raises(ConfigError, match=r"s3://x.*not work in a bucket"):
+            told(line)
+    for value in ("${TMPD}", "$TMPD/x", "${TMPD", "/a/${B>}"):
+        with pytest.raises(ConfigError, match="SCR_CACHE_BASE="):
+            told(f"SCR_CACHE_BASE={value}")
+    monkeypatch.setenv("TMPD", str(place))
+    for value in ("${TMPD}/deep", "$TMPD/deep"):
+        assert told(f"SCR_CACHE_BASE={value}").cache.parents[1] == place / "deep"
+        monkeypatch.setenv("SCR_CACHE_BASE", value)
+        assert told().cache.parents[1] == place / "deep"
+        monkeypatch.delenv("SCR_CACHE_BASE")
+
+
+def test_it_can_be_switched_off(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scr.config("SCR_ENABLE=0")
+    with pytest.raises(RuntimeError, match="SCR_ENABLE=0"):
+        scr.init()
+    assert list(place.iterdir()) == []
+    scr.config("SCR_ENABLE=")
+    monkeypatch.setenv("SCR_ENABLE", "0")
+    with pytest.raises(RuntimeError, match="SCR_ENABLE=0"):
+        scr.init()
+
+
+# What SCR's own test of its configuration checks, in our words. Each line: what is told; a question; its answer.
+SENTENCES = """
+|DEBUG|-
+DEBUG=1|DEBUG|1
+DEBUG =2|DEBUG|2
+DEBUG= 3|DEBUG|3
+DEBUG  = 4|DEBUG|4
+SCR_COPY_TYPE =SINGLE|SCR_COPY_TYPE|SINGLE
+STORE= /dev/shm/foo GROUP = NODE COUNT  =1|STORE= /dev/shm/foo COUNT|1
+|STORE|/dev/shm/foo
+|STORE=/dev/shm/foo GROUP|NODE
+CKPT=0 INTERNAL=1 GROUP=NODE STORE=/dev/shm TYPE=XOR SET_SIZE=16|CKPT=0 SET_SIZE|16
+|FOOBAR|-
+|CKPT=1 FOOBAR|-
+DEBUG=0|DEBUG|0
+STORE=/dev/shm GROUP=NODE COUNT=1|STORE=/dev/shm COUNT|1
+|STORE|-
+STORE=|STORE|-
+SCR_DB_NAME=one|SCR_DB_NAME|one
+SCR_CACHE_BASE=/dev/shm/name|SCR_CACHE_BASE|/dev/shm/name
+SCR_CACHE_BASE==/dev/=shm|SCR_CACHE_BASE|=/dev/=shm
+SCR_CACHE_BASE= =/dev/==shm=|SCR_CACHE_BASE|=/dev/==shm=
+"""
+EXPANDED = """
+$VAR_A|value a
+${VAR_A}|value a
+${VAR_A|${VAR_A
+${VAR_A}>|value a>
+$VAR_A>|value a>
+:$VAR_A ${VAR_B}:|:value a value b:
+$VAR_A ${VAR_B>}|value a ${VAR_B>}
+$VAR_C|
+"""
+
+
+def test_config_understands_what_scr_does(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCR_CACHE_BASE")
+    assert scr.config("") is None and scr.config(None) is None
+    for said, question, answer in (line.split("|") for line in SENTENCES.strip().splitlines()):
+        assert not said or scr.config(said) is None, said
+        assert scr.config(question) == (None if answer == "-" else answer), (said, question)
+    monkeypatch.setenv("SCR_DB_NAME", "two")
+    assert scr.config("SCR_DB_NAME") == "two", "the environment goes first"
+    monkeypatch.setenv("VAR_A", "value a")
+    monkeypatch.setenv("VAR_B", "value b")
+    for text, expected in (line.split("|") for line in EXPANDED.strip().splitlines()):
+        monkeypatch.setenv("ANY", text)
+        assert scr.config("ANY") == expected
+    for wrong in (" ", "KEY VALUE", "=x", "CKPT=0 TYPE=XOR SET_SIZE", "CKPT=0 TYPE="):
+        with pytest.raises(RuntimeError):
+            scr.config(wrong)
+
+
+def test_what_was_told_ends_with_the_job(place: Path) -> None:
+    scr.config("SCR_FLUSH=3")
+    scr.init()
+    assert scr.config("SCR_FLUSH") == "3"
+    scr.finalize()
+    assert scr.config("SCR_FLUSH") is None
+
+
+def test_files_of_parameters(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SCR's own templates are: lists of directories, words in front of a value, names in small letters."""
+    monkeypatch.delenv("SCR_PREFIX")
+    monkeypatch.delenv("SCR_CACHE_BASE")
+    file = place / "scr.conf"
+    lines = ["# all of it", "CNTLDIR=/dev/shm BYTES=1GB", "CACHEDIR=/ssd     BYTES=270GB", "", "scr_flush = 7 # often"]
+    lines += [f"SCR_PREFIX={place}/elsewhere", "SCR_DB_PASS=12345", "STORE=/dev/shm GROUP=NODE COUNT=2"]
+    file.write_text("\n".join([*lines, "SCR_FLUSH=8", ""]))
+    config = Config()
+    config.tell(f"SCR_CONF_FILE={file}", may_set=True)
+    config.tell("SCR_PREFIX=.", may_set=True)
+    assert config.tell("SCR_PREFIX", may_set=False) == f"{place}/elsewhere", "the user's file goes first"
+    assert config.tell("SCR_FLUSH", may_set=False) is None, "it is there twice"
+    found = settle(config)
+    assert (found.flush, found.prefix) == (7, place / "elsewhere")
+    assert {"CNTLDIR=", "CACHEDIR=", "SCR_DB_PASS", "STORE=/dev/shm GROUP=NODE COUNT=2"} == set(found.ignored)
+    config.tell("SCR_CONF_FILE=", may_set=True)
+    assert config.tell("SCR_FLUSH", may_set=False) is None and settle(config).flush == 10
+    file.write_text("SCR_FLUSH 3\n")
+    config.tell(f"SCR_CONF_FILE={file}", may_set=True)
+    with pytest.raises(ConfigError, match=r"scr.conf, line 1"):
+        settle(config)
 
 
 def test_every_parameter_is_on_the_page() -> None:
@@ -521,7 +751,7 @@ def test_index_and_halt_by_command(place: Path) -> None:
     assert scr.have_restart() == "c1"
     scr.finalize()
     command("index", place, "--current", "c2")
-    command("index", place, "--drop", "c2")
+    command("index", "--prefix", place, "--drop-after", "c1", "--list")
     command("index", place, "--delete", "c0")
     assert not (place / "c0").exists()
     scr.init()
@@ -530,6 +760,13 @@ def test_index_and_halt_by_command(place: Path) -> None:
     assert not scr.should_exit()
     command("halt", place, "--immediate")
     assert scr.should_exit()
+    command("halt", place, "--unset-reason")
+    assert not scr.should_exit()
+    shown = command("halt", place, "--unset-checkpoints", "--unset-before", "-l")
+    assert "nothing: the job goes on" in shown
+    command("halt", place, "-i", "--seconds", 5, "--after", 1)
+    assert "nothing" in command("halt", place, "--unset-seconds", "--unset-after", "--unset-reason")
+    command("halt", place, "--immediate")
     command("halt", place, "--remove")
     assert not scr.should_exit()
     command("verify", place / ".stepwell-scr")

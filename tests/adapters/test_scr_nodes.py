@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.fixture
-def job(rank_server: Server, tmp_path: Path) -> Iterator[ScrJob]:
-    made = ScrJob(rank_server, tmp_path / "job", SCR_FLUSH="2")
+def job(server: Server, tmp_path: Path) -> Iterator[ScrJob]:
+    made = ScrJob(server, tmp_path / "job", SCR_FLUSH="2")
     yield made
     made.end_everything()
 
@@ -35,6 +36,22 @@ def run_and_kill(job: ScrJob, *arguments: object, nodes: str = "abcd", **env: st
     launch.kill()
     launch.end_store()
     return found
+
+
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGUSR1)])
+def test_a_signal_to_any_rank_makes_one_more_checkpoint_and_ends_the_job(job: ScrJob, rank: int, number: int) -> None:
+    env = {"SCR_CHECKPOINT_INTERVAL": "100000000"}
+    launch = job.start("ab", "--steps", 100000000, **env)
+    started = [job.folder / f"seen.{launch.number}.{one}" for one in range(2)]
+    job.wait_while_alive(launch, lambda: all(place.exists() for place in started), "both are in their loops")
+    launch.ranks[rank].signal(number)
+    launch.wait_well()
+    found = job.same(launch)
+    ((step, is_whole),) = found["made"]
+    assert is_whole
+    again = job.start("ab", "--steps", step, **env)
+    again.wait_well()
+    assert job.same(again) == {"seen": [[step, True]], "made": []}, "the next job goes on, and is not told to leave"
 
 
 def restart(job: ScrJob, nodes: str, *arguments: object, **env: str) -> dict[str, Any]:

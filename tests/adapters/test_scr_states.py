@@ -35,7 +35,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 WHILE_IDLE = {"finalize", "have_restart", "need_checkpoint", "start_output", "should_exit", "current", "delete", "drop"}
 LEGAL = {
-    UNINIT: {"init", "config, to set", "config, to ask"},
+    UNINIT: {"init", "route_file", "config, to set", "config, to ask"},
     IDLE: {*WHILE_IDLE, "route_file", "config, to ask"},  # start_restart: only after have_restart named one
     OUTPUT: {"route_file", "complete_output", "config, to ask"},
     RESTART: {"route_file", "complete_restart", "config, to ask"},
@@ -123,9 +123,6 @@ class Program(RuleBasedStateMachine):
         self.done = self.routed = False
         self.gone_on: str | None = None
         scr._config = scr.Config()
-        scr.config(f"SCR_PREFIX={self.place}")
-        scr.config(f"SCR_CACHE_BASE={self.place}/cache")
-        scr.config("SCR_FLUSH=2")
 
     def teardown(self) -> None:
         end()
@@ -141,6 +138,9 @@ class Program(RuleBasedStateMachine):
         if self.state != UNINIT:
             self.refused(scr.init)
             return
+        scr.config(f"SCR_PREFIX={self.place}")
+        scr.config(f"SCR_CACHE_BASE={self.place}/cache")
+        scr.config("SCR_FLUSH=2")
         scr.init()
         self.state, self.offered, self.done, self.gone_on = IDLE, None, False, None
 
@@ -166,9 +166,7 @@ class Program(RuleBasedStateMachine):
     @rule()
     def route(self) -> None:
         path = str(self.place / "sub" / "a")
-        if self.state == UNINIT:
-            self.refused(lambda: scr.route_file(path))
-        elif self.state == IDLE:
+        if self.state in (UNINIT, IDLE):
             assert scr.route_file(path) == path
         elif self.state == OUTPUT:
             Path(scr.route_file(path)).write_text(f"set {self.count}")

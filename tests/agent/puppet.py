@@ -20,6 +20,7 @@ from typing import Any
 
 from stepwell import journal
 from stepwell.agent.client import AgentClient
+from stepwell.agent.finding import make_whereabouts
 from stepwell.agent.queue import Layout, Pending
 from stepwell.arena.channel import Message
 from stepwell.arena.memory import FROZEN, Arena, ArenaShape, whole_pages
@@ -27,7 +28,7 @@ from stepwell.format.record import LeafEntry, Record
 from stepwell.format.shard import LeafSpec, ShardLayout, lay_out
 from stepwell.restore.read import FileSource, read_record_leaves
 from stepwell.store import catalog
-from stepwell.store.lineage import create_next, open_run
+from stepwell.store.lineage import create_next, open_run, read_run
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 
@@ -42,6 +43,12 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
         assert time.monotonic() < deadline, f"not within {DEADLINE_SECONDS:.0f} s: {what}"
         time.sleep(0.001)
     return found
+
+
+def here(run_dir: Path) -> str:
+    """Where the agents of a run are."""
+    paths = RunPaths(run_dir)
+    return make_whereabouts(paths, read_run(paths).id)
 
 
 def content(step: int, nbytes: int) -> bytes:
@@ -90,6 +97,7 @@ class Puppet:
             "lineage": self.lineage,
             "rank": 0,
             "world_size": 1,
+            "agents": make_whereabouts(self.paths, self.run.id),
             "keep": asdict(Keep()),
             "linger": self._linger,
             "patience": 600.0,

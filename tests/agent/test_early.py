@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.agent.client import find_orphan
-from stepwell.arena.channel import place
+from stepwell.agent.finding import find_orphan
 from stepwell.format.checksum import BLOCK_BYTES
 from stepwell.store import catalog
-from stepwell.store.lineage import read_run
 from stepwell.store.paths import RunPaths
-from tests.agent.puppet import Puppet, content, make_orphan, verify, wait_for
+from tests.agent.puppet import Puppet, content, here, make_orphan, verify, wait_for
 
 
 def directories(paths: RunPaths) -> list[str]:
@@ -83,7 +81,7 @@ def test_what_never_becomes_complete_goes_with_its_trainer(scene: str, run_dir: 
     make_orphan(run_dir, linger=30, scene=scene)
     paths = RunPaths(run_dir)
     wait_for(lambda: directories(paths) == ["step-000000000001.l0001"], "the rest is gone")
-    found = find_orphan(place(read_run(paths).id, RunPaths(run_dir).identity), 0)
+    found = find_orphan(here(run_dir), 0)
     assert found is not None
     channel, offer, fds = found
     assert len(offer["snapshots"]) == 1 and '"step":1,' in offer["snapshots"][0]["record"]

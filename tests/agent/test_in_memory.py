@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.agent.client import find_orphan
+from stepwell.agent.finding import find_orphan
 from stepwell.agent.queue import PendingQueue
-from stepwell.arena.channel import place
 from stepwell.arena.memory import PAGE, Arena, ArenaShape
-from stepwell.store.lineage import read_run
 from stepwell.store.paths import RunPaths
-from tests.agent.puppet import Puppet, make_orphan, verify, wait_for
+from tests.agent.puppet import Puppet, here, make_orphan, verify, wait_for
 from tests.agent.test_queue import complete, make
 
 
@@ -25,7 +23,7 @@ def committed(paths: RunPaths) -> list[int]:
 
 def adopt(run_dir: Path) -> tuple[Puppet, int]:
     """Become the successor of the dead trainer, and the step that is offered."""
-    found = find_orphan(place(read_run(RunPaths(run_dir)).id, RunPaths(run_dir).identity), 0)
+    found = find_orphan(here(run_dir), 0)
     assert found is not None
     channel, offer, fds = found
     puppet = Puppet(run_dir)

@@ -6,13 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stepwell.arena.channel import find_agents, place
-from stepwell.store.lineage import read_run
-from stepwell.store.paths import RunPaths
-from tests.agent.puppet import Puppet, make_orphan, verify, wait_for
+from stepwell.arena.address import find_agents
+from tests.agent.puppet import Puppet, here, make_orphan, verify, wait_for
 
 MOST_OWN_BYTES = 45 << 20
 
@@ -52,6 +51,30 @@ def test_it_stays_small_when_the_state_is_large(run_dir: Path) -> None:
     assert puppet.close()
 
 
+def test_it_stays_small_when_the_state_changes_its_form_all_the_time(run_dir: Path) -> None:
+    """Each snapshot brings a layout of its own. Without a bound 50 of them were 100 MB."""
+    puppet = Puppet(run_dir, leaf_bytes=20_000 * 4)
+    puppet.start()
+    found = []
+    for step in range(1, 31):
+        puppet.client.send_layout({"id": puppet.next_number(), **crumbs(4_000)})
+        puppet.layout = puppet.next_number()
+        puppet.client.send_layout(puppet.layout_message())
+        assert puppet.save(step)["type"] == "durable"
+        found.append(own_bytes(puppet.client.pid))
+    print(f"own memory of the agent: {found[5] / 1e6:.1f} MB after 6 layouts, {found[-1] / 1e6:.1f} MB after 30")
+    assert found[-1] - found[5] < 10 << 20
+    assert puppet.close()
+
+
+def crumbs(count: int) -> dict[str, Any]:
+    """A layout of many small leaves."""
+    leaf = {"file": 0, "dtype": "uint8", "shape": [4], "role": "parameter", "device": "cpu", "global_shape": [4]}
+    places = [{"name": f"model/{n:06d}", "start": 4 * n, "end": 4 * n + 4, "offsets": [0]} for n in range(count)]
+    leaves = [{**leaf, **place} for place in places]
+    return {"nbytes": 4 * count, "frozen_bytes": 0, "leaves": leaves, "versions": {}}
+
+
 def test_it_loads_neither_torch_nor_numpy(puppet: Puppet) -> None:
     assert puppet.save(1)["type"] == "durable"
     maps = Path(f"/proc/{puppet.client.pid}/maps").read_text()
@@ -79,12 +102,10 @@ def test_a_clean_end_leaves_nothing(run_dir: Path) -> None:
     puppet = Puppet(run_dir)
     puppet.start()
     assert puppet.save(1)["type"] == "durable"
-    assert (
-        find_agents(place(puppet.run.id, puppet.paths.identity), 0) and held_arenas() != before
-    )  # the checks can see what they look for
+    assert find_agents(here(run_dir), 0) and held_arenas() != before  # the checks can see what they look for
     pid = puppet.client.pid
     assert puppet.close()
-    assert not find_agents(place(puppet.run.id, puppet.paths.identity), 0)
+    assert not find_agents(here(run_dir), 0)
     assert held_arenas() == before
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -93,8 +114,7 @@ def test_a_clean_end_leaves_nothing(run_dir: Path) -> None:
 
 def test_without_a_successor_the_orphan_ends(run_dir: Path) -> None:
     make_orphan(run_dir, linger=0.2)
-    run = read_run(RunPaths(run_dir))
-    wait_for(lambda: not find_agents(place(run.id, RunPaths(run_dir).identity), 0), "the agent ends")
+    wait_for(lambda: not find_agents(here(run_dir), 0), "the agent ends")
 
 
 def held_arenas() -> list[str]:

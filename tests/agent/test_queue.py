@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from stepwell.agent.offer import make_offer
-from stepwell.agent.queue import Layout, Pending, PendingQueue
+from stepwell.agent.queue import Layout, Layouts, Pending, PendingQueue
 from stepwell.arena.memory import PAGE, Arena, ArenaShape
 from stepwell.types import CheckpointId, Owner
 
@@ -174,3 +174,12 @@ def test_what_came_coded_is_no_state(arena: Arena) -> None:
     queue.want_newest()
     assert queue.items == [whole, symbols], "what is complete still goes into its chain after a trainer's death"
     assert not symbols.is_wanted and queue.next_due() is whole
+
+
+def test_only_the_newest_layouts_of_each_kind_are_kept() -> None:
+    layouts = Layouts()
+    for number in range(1, 101):
+        message = {"id": number, "nbytes": number, "frozen_bytes": 0, "leaves": [], "versions": {}}
+        layouts.add({**message, "is_partial": number % 10 == 0})
+    assert len(layouts) == 4
+    assert [layouts[number].nbytes for number in (99, 98, 100, 90)] == [99, 98, 100, 90]

@@ -13,15 +13,14 @@ from typing import Any, cast
 import pytest
 
 from stepwell.agent import offer, process
-from stepwell.agent.client import AgentClient, find_orphan
+from stepwell.agent.client import AgentClient
+from stepwell.agent.finding import find_orphan
 from stepwell.agent.offer import PROTOCOL
-from stepwell.arena.channel import Channel, place
+from stepwell.arena.channel import Channel
 from stepwell.errors import AgentError, VoidError
 from stepwell.store import assemble
-from stepwell.store.lineage import read_run
-from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
-from tests.agent.puppet import Puppet, make_orphan, verify, wait_for
+from tests.agent.puppet import Puppet, here, make_orphan, verify, wait_for
 
 
 def stop_at(point: str, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -125,18 +124,6 @@ def test_a_word_to_the_other_ranks_outlives_an_agent_that_is_killed_while_closin
         assemble.gather(puppet.paths, CheckpointId(3, 0, puppet.lineage), 2)
 
 
-def test_an_agent_that_dies_again_and_again_is_given_up(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STEPWELL_CRASH", "agent!persist.begin:0:1")  # no mark: every agent dies there
-    puppet = Puppet(run_dir)
-    puppet.start()
-    sequence = puppet.begin(1, 0)
-    puppet.complete(1, 0, sequence)
-    puppet.wait("lost")
-    assert len(puppet.events("agent-death")) == 5
-    puppet.close()
-    assert not puppet.good()
-
-
 def test_an_agent_killed_at_its_start_is_started_again(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     greet = AgentClient._greet
     killed = []
@@ -156,7 +143,7 @@ def test_an_agent_killed_at_its_start_is_started_again(run_dir: Path, monkeypatc
 
 
 def test_an_agent_that_never_starts_is_an_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.agent.client._BOOT", "raise SystemExit('no')")
+    monkeypatch.setattr("stepwell.agent.start._BOOT", "raise SystemExit('no')")
     puppet = Puppet(run_dir)
     with pytest.raises(AgentError, match="ended at once"):
         puppet.start()
@@ -164,7 +151,7 @@ def test_an_agent_that_never_starts_is_an_error(run_dir: Path, monkeypatch: pyte
 
 def test_an_adopted_agent_that_dies_is_replaced_at_the_start(run_dir: Path) -> None:
     agent = make_orphan(run_dir, linger=30)
-    found = find_orphan(place(read_run(RunPaths(run_dir)).id, RunPaths(run_dir).identity), 0)
+    found = find_orphan(here(run_dir), 0)
     assert found is not None
     channel, offer, fds = found
     assert len(offer["snapshots"]) == len(fds) == 1 and offer["agent"] == agent
@@ -180,14 +167,14 @@ def test_an_adopted_agent_that_dies_is_replaced_at_the_start(run_dir: Path) -> N
 
 def test_a_stopped_orphan_does_not_hold_up_a_successor(run_dir: Path) -> None:
     agent = make_orphan(run_dir, linger=30)
-    here = place(read_run(RunPaths(run_dir)).id, RunPaths(run_dir).identity)
+    where = here(run_dir)
     os.kill(agent, signal.SIGSTOP)
     wait_for(lambda: ") T " in Path(f"/proc/{agent}/stat").read_text(), "stopped")
     started = time.monotonic()
-    assert find_orphan(here, 0) is None
+    assert find_orphan(where, 0) is None
     assert time.monotonic() - started < 30  # an agent that is merely slow is given 60 s
     os.kill(agent, signal.SIGCONT)
-    found = find_orphan(here, 0)  # the control: going again, it answers
+    found = find_orphan(where, 0)  # the control: going again, it answers
     assert found is not None
     puppet = Puppet(run_dir)
     puppet.client.adopt(*found)
@@ -200,7 +187,7 @@ def test_an_agent_whose_trainer_lives_is_not_handed_over(run_dir: Path, caplog: 
     puppet = Puppet(run_dir)
     puppet.start()
     assert puppet.save(1)["type"] == "durable"
-    assert find_orphan(place(puppet.run.id, RunPaths(run_dir).identity), 0) is None
+    assert find_orphan(here(run_dir), 0) is None
     assert "is alive" in caplog.text
     assert puppet.save(2)["type"] == "durable"
     assert puppet.close()
@@ -245,13 +232,11 @@ def test_an_offer_in_the_making_holds_nothing_up(run_dir: Path, monkeypatch: pyt
     agent = process.Agent(Channel(theirs))
     agent.linger_seconds = 60.0
     first, second = socket.socketpair(), socket.socketpair()
-    monkeypatch.setattr(process, "is_same_user", lambda _: True)
     agent._leave_at = 0.0  # long ago
     for pair in (first, second):
-        agent._listener = cast(socket.socket, Listener(pair[1]))
         client = Channel(pair[0])
         client.send({"type": "adopt", "protocol": PROTOCOL, "pid": os.getpid()})
-        agent._on_successor()
+        agent._answer(Channel(pair[1]))
         assert made.wait(30)
     refused = Channel(second[0]).receive()
     assert refused is not None and refused[0]["type"] == "refused"
@@ -261,16 +246,6 @@ def test_an_offer_in_the_making_holds_nothing_up(run_dir: Path, monkeypatch: pyt
     agent._on_wake()
     answer = Channel(first[0]).receive()
     assert answer is not None and answer[0]["type"] == "offer"
-    assert agent._trainer_pid == os.getpid()
+    assert agent.trainer.pid == os.getpid()
     for sock in (ours, theirs, *first, *second):
         sock.close()
-
-
-class Listener:
-    """Whoever asks is accepted with this socket."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-
-    def accept(self) -> tuple[socket.socket, str]:
-        return self._sock, ""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.agent.tuning import Place, Setting, Tuner, file_system_type, most_threads, recall, remember
+from stepwell.agent.tuning import Place, Setting, Tuner, most_threads, recall, remember
+from stepwell.store.mounts import file_system_type
 from tests.agent.puppet import Puppet
 
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""Messages between trainer and agent: whole or not there, with descriptors, over an address that is no file."""
+"""Messages between trainer and agent: whole or not there, with descriptors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stepwell.arena.channel import Channel, connect, find_agents, is_same_user, listen, peer
+from stepwell.arena.channel import Channel
 
 Ends = tuple[Channel, Channel]
 
@@ -73,17 +73,3 @@ def test_sending_to_a_closed_end_is_an_error_not_a_signal(ends: Ends) -> None:
     with pytest.raises(OSError):
         for _ in range(100):
             ends[0].send({"type": "x", "text": "z" * 100_000})
-
-
-def test_an_agent_is_found_by_run_and_rank_and_gone_with_its_socket() -> None:
-    run = f"test{os.getpid()}"
-    assert find_agents(run, 0) == []
-    with listen(run, 0):
-        (address,) = find_agents(run, 0)
-        assert find_agents(run, 1) == [] and find_agents(run + "x", 0) == []
-        channel = connect(address, timeout=5)
-        assert channel is not None
-        assert is_same_user(channel.socket) and peer(channel.socket) == (os.getpid(), os.getuid())
-        channel.close()
-    assert find_agents(run, 0) == []
-    assert connect(address, timeout=5) is None

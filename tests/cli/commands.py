@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
-import subprocess
-import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from stepwell.cli.main import main
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
+from tests.crash.harness import Server, Trainer, start_script
 
 TRAINER = Path(__file__).with_name("trainer.py")
 DEADLINE_SECONDS = 60.0
@@ -53,21 +54,17 @@ def good(*arguments: object) -> Answer:
     return answer
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "STEPWELL_LINGER": "0.1", **more}
+def begin(server: Server, where: Path, *arguments: object, script: Path = TRAINER, **env: str) -> Trainer:
+    """Start the script, or a changed copy of it, with a log of its own."""
+    where.parent.mkdir(parents=True, exist_ok=True)
+    log = where.parent / f"{where.name}.{uuid.uuid4().hex}.log"
+    return start_script(server, script, where, *arguments, log=log, **{"STEPWELL_LINGER": "0.1", **env})
 
 
-def train(where: Path, *arguments: object, code: int = 0, script: Path = TRAINER, **env: str) -> str:
+def train(server: Server, where: Path, *arguments: object, code: int = 0, script: Path = TRAINER, **env: str) -> None:
     """Run the script, or a changed copy of it, to its end."""
-    done = subprocess.run(
-        [sys.executable, script, where, *map(str, arguments)],
-        env=environment(**env),
-        capture_output=True,
-        text=True,
-        timeout=2 * DEADLINE_SECONDS,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    trainer = begin(server, where, *arguments, script=script, **env)
+    assert trainer.wait(2 * DEADLINE_SECONDS) == code, trainer.log()
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:
@@ -82,19 +79,11 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
 class Training:
     """The script as a running process, with its agent."""
 
-    def __init__(self, where: Path, *arguments: object, **env: str) -> None:
+    def __init__(self, server: Server, where: Path, *arguments: object, **env: str) -> None:
         self.paths = RunPaths(where)
-        self.process = subprocess.Popen(
-            [sys.executable, TRAINER, where, *map(str, arguments)],
-            env=environment(**{"STEPWELL_LINGER": "600", **env}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().split()
-        assert line and line[0] == "open", line
-        self.agent_pid = int(line[2])
+        self.process = begin(server, where, *arguments, **{"STEPWELL_LINGER": "600", **env})
+        lines = wait_for(lambda: re.findall(r"^open .*\n", self.process.log(), re.MULTILINE), "the run is open")
+        self.agent_pid = int(lines[0].split()[2])
         self._agent = os.pidfd_open(self.agent_pid)
         self._agent_ended = False
 
@@ -105,7 +94,7 @@ class Training:
     def kill(self) -> None:
         """The trainer alone; its agent lingers."""
         self.process.kill()
-        self.process.wait(DEADLINE_SECONDS)
+        self.process.wait()
 
     def kill_agent(self) -> None:
         if not self._agent_ended:
@@ -125,8 +114,6 @@ class Training:
         self.kill()
         self.kill_agent()
         os.close(self._agent)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 def flip(path: Path, offset: int) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.cli.commands import Training, train
+from tests.crash.harness import Server
 
 
 @pytest.fixture(scope="session")
-def made_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_run(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the tests of the command line look at; not to be changed.
 
     lineage 1: steps 2, 4, 6 (named best), 8.  lineage 2 left it at 4: steps 6, 8 (with a file), 9 (not finite).
@@ -20,18 +21,18 @@ def made_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     # Each xdist worker makes its own: copies share the run's id, and so would see each other's agents.
     where = tmp_path_factory.mktemp("made") / "run"
-    train(where, "--until", 8, "--save", "2,4,6,8", "--name", "6:best")
-    train(where, "--until", 9, "--save", "6,8,9", "--attach", 8, "--nan-at", 9, "--restore-step", 4)
+    train(server, where, "--until", 8, "--save", "2,4,6,8", "--name", "6:best")
+    train(server, where, "--until", 9, "--save", "6,8,9", "--attach", 8, "--nan-at", 9, "--restore-step", 4)
     return where
 
 
 @pytest.fixture(scope="session")
-def crashed_run(made_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def crashed_run(server: Server, made_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, and a third process whose agent died just before it committed step 10, every time it tried."""
     where = tmp_path_factory.mktemp("crashed") / "run"
     shutil.copytree(made_run, where)
     crash = {"STEPWELL_CRASH": "agent!manifest.written:0:1"}
-    train(where, "--until", 10, "--save", 10, "--restore-step", 8, code=1, **crash)
+    train(server, where, "--until", 10, "--save", 10, "--restore-step", 8, code=1, **crash)
     return where
 
 
@@ -48,12 +49,12 @@ def crashed(crashed_run: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Training]]:
+def start(server: Server) -> Iterator[Callable[..., Training]]:
     """Start the script as a process; it and its agent are ended afterwards."""
     running: list[Training] = []
 
     def begin(*arguments: object, **env: str) -> Training:
-        running.append(Training(*arguments, **env))  # type: ignore[arg-type]
+        running.append(Training(server, *arguments, **env))  # type: ignore[arg-type]
         return running[-1]
 
     yield begin

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from tests.cli.commands import TRAINER, flip, good, stepwell, train
+from tests.crash.harness import Server
 
 
 def differences(*arguments: object) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def test_a_file_that_differs(made_run: Path) -> None:
     assert found["rank-00000.file.vocabulary.txt"]["kind"] == "only in b"
 
 
-def test_other_runs_and_shapes(made_run: Path, tmp_path: Path) -> None:
+def test_other_runs_and_shapes(server: Server, made_run: Path, tmp_path: Path) -> None:
     """A run of another script: an object missing, another shape, another type, another key."""
     script = tmp_path / "other.py"
     text = TRAINER.read_text()
@@ -91,7 +92,7 @@ def test_other_runs_and_shapes(made_run: Path, tmp_path: Path) -> None:
         text = text.replace(old, new)
     script.write_text(text)
     other = tmp_path / "other"
-    train(other, "--until", 4, "--save", 4, script=script)
+    train(server, other, "--until", 4, "--save", 4, script=script)
     found = differences(f"{made_run}@4", other)
     assert (found["model/nothing"]["kind"], found["model/nothing"]["b"]) == ("shape", "[0, 4]")
     assert (found["model/low"]["a"], found["model/low"]["b"]) == ("bfloat16", "float16")
@@ -118,7 +119,7 @@ def test_a_damaged_byte_is_an_error_and_no_difference(run: Path) -> None:
     assert f"{shard}: bytes 0 to " in answer.err
 
 
-def test_many_values_of_a_sequence_are_told_as_one(run: Path, tmp_path: Path) -> None:
+def test_many_values_of_a_sequence_are_told_as_one(server: Server, run: Path, tmp_path: Path) -> None:
     """Python's generator is 625 numbers; lineage 2 never drew from it, so another process is needed."""
     other = tmp_path / "other"
     shutil.copytree(run, other)
@@ -127,7 +128,7 @@ def test_many_values_of_a_sequence_are_told_as_one(run: Path, tmp_path: Path) ->
     script.write_text(
         text.replace("        ckpt.step()\n", "        __import__('random').seed(step)\n        ckpt.step()\n")
     )
-    train(other, "--until", 10, "--save", 10, script=script)
+    train(server, other, "--until", 10, "--save", 10, script=script)
     found = differences(f"{run}@8", f"{other}@10")
     generator = found["stepwell/rng/python/1"]
     assert (generator["elements"], generator["kind"]) == (625, "value")

@@ -60,10 +60,10 @@ def test_a_damaged_checkpoint_that_was_named(run: Path) -> None:
 def test_an_uncommitted_directory_that_was_named(crashed: Path) -> None:
     answer = stepwell("show", crashed / "step-000000000010.l0003")
     assert answer.code == 2
-    assert "never committed" in answer.err
+    assert "not committed" in answer.err
     answer = stepwell("show", f"{crashed}@10")
     assert answer.code == 2
-    assert "never committed" in answer.err
+    assert "not committed" in answer.err
 
 
 def test_a_run_without_checkpoints(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stepwell import below
 from stepwell.codecs import moving, parts, replay, segment
 from stepwell.codecs.chain import ChainWriter
 from stepwell.codecs.image import Image
@@ -105,18 +106,18 @@ def test_a_skip_record_is_against_the_base_and_of_the_true_state(tmp_path: Path)
 
 def test_old_records_go_only_after_the_skip_record_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
-    fsync, unlink = os.fsync, Path.unlink
+    fsync, unlink = os.fsync, below.unlink
 
     def noted_sync(fd: int) -> None:
         happened.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
         fsync(fd)
 
-    def noted_unlink(path: Path, missing_ok: bool = False) -> None:
+    def noted_unlink(path: Path, *, missing_ok: bool = False) -> None:
         happened.append(f"unlink {path.name}")
-        unlink(path, missing_ok)
+        unlink(path, missing_ok=missing_ok)
 
     monkeypatch.setattr(os, "fsync", noted_sync)
-    monkeypatch.setattr(Path, "unlink", noted_unlink)
+    monkeypatch.setattr(below, "unlink", noted_unlink)
     write(tmp_path / "chain", 7, Deltas(skip_every=3, keep_segments=1))
     removals = [i for i, what in enumerate(happened) if what.startswith("unlink")]
     assert [happened[i] for i in removals] == ["unlink 00000001.seg", "unlink 00000004.seg"]

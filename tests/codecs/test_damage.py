@@ -140,6 +140,16 @@ def test_damage_before_the_end_is_not_called_torn(chain: Path) -> None:
     assert not restore(chain).is_torn
 
 
+@pytest.mark.parametrize("at", [HEAD_NBYTES, HEAD_NBYTES + 50, -2])
+def test_damage_in_the_last_record_is_not_called_torn(at: int, chain: Path, known: list[Arrays]) -> None:
+    """It is there in its whole length: no crash leaves that, but for zeros."""
+    lines = records(chain / NEW)
+    flip(chain / NEW, len(lines[0]) + at if at > 0 else len(lines[0]) + len(lines[1]) + at)
+    found = restore(chain)
+    assert_is(found, 9, known)
+    assert not found.is_torn and "checksum" in str(found.stopped)
+
+
 def test_a_gap_between_segments_is_told(chain: Path, known: list[Arrays]) -> None:
     (chain / OLD).write_bytes(b"".join(records(chain / OLD)[:2]))
     flip(chain / NEW, 20)

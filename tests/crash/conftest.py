@@ -1,4 +1,4 @@
-"""What the crash tests share: the fork server, a run directory with its processes, the uninterrupted reference."""
+"""What the crash tests share: a run directory with its processes, the uninterrupted reference."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ import pytest
 from tests.crash.harness import Ending, Namespace, Run, Server, undisturbed
 
 MakeRun = Callable[..., Run]
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ after its imports; its agent is started by exec as always. It ends as an interpr
 handlers run, but does not take its modules apart, which would copy every page of them. Requests are lines of JSON
 on stdin: `{"start": [argv], "env": {...}, "log": path, "namespace": pid}` answers the pid, `{"reap": pid}` waits and
 answers the status, `{"end": true}` ends it. A trainer enters the mount namespace of the process `namespace`, if that
-is not 0.
+is not 0; with `"host": pid` instead it runs on that host of `tests/hosts`, in all of its namespaces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ import signal
 import sys
 import threading
 import traceback
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # scripts import what tests share
 
 
 def warm_up() -> None:
@@ -40,12 +43,33 @@ def warm_up() -> None:
         importlib.import_module(name)
 
 
+def enter(pid: int | str, *spaces: str) -> None:
+    """Go into namespaces of a process; `pid`: that of children to come."""
+    handles = [os.open(f"/proc/{pid}/ns/{space}", os.O_RDONLY | os.O_CLOEXEC) for space in spaces]
+    for space, handle in zip(spaces, handles, strict=True):
+        if ctypes.CDLL(None, use_errno=True).setns(handle, 0):
+            raise OSError(ctypes.get_errno(), f"setns {space}")
+        os.close(handle)
+
+
+def fork(request: dict[str, Any]) -> int:
+    """A child on the host that is asked for, which is its parent's own if there is none."""
+    host = request.get("host", 0)
+    if not host:
+        return os.fork()
+    enter(host, "pid")
+    pid = os.fork()
+    if pid:
+        enter("self", "pid")
+    else:
+        enter(host, "time", "net", "uts", "mnt")
+    return pid
+
+
 def become_trainer(request: dict[str, Any]) -> None:
     """In the child: from here on this is an ordinary run of the script. Does not return."""
     if request["namespace"]:
-        handle = os.open(f"/proc/{request['namespace']}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-        if ctypes.CDLL(None, use_errno=True).setns(handle, 0):
-            raise OSError(ctypes.get_errno(), "setns")
+        enter(request["namespace"], "mnt")
     log = os.open(str(request["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
@@ -86,7 +110,7 @@ def main() -> None:
         else:
             threads = len(os.listdir("/proc/self/task"))
             assert threads == 1, f"{threads} threads: a forked child would not be like a fresh process"
-            pid = os.fork()
+            pid = fork(request)
             if pid == 0:
                 become_trainer(request)
             answer = {"pid": pid}

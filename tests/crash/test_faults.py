@@ -35,7 +35,7 @@ def test_training_goes_on_through_faults(error: str, run: Run, reference: Ending
         f"{op}:{error}:{count * (2 + number % 7) + number % count + 1}"
         for number, (op, count) in enumerate(PER_COMMIT.items())
     ]
-    trainer = run.start(STEPWELL_FAULT="agent!" + ",".join(faults))
+    trainer = run.start(STEPWELL_FAULT="agent!" + ",".join(faults), TRAIN_WAIT="1")
     assert trainer.wait() == 0, trainer.log()
     failures = run.events("persist-failed") + run.events("prune-failed")
     assert len(failures) >= 5, failures

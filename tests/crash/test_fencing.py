@@ -34,7 +34,8 @@ def listing(root: Path, lineages: set[int]) -> Listing:
 
 def freeze(run: Run, point: str, mark: Path) -> tuple[Process, Process]:
     """Start a trainer whose agent stops at a point, and stop the trainer too. Returns both."""
-    trainer = run.start(STEPWELL_CRASH=f"agent!{point}:0:3:stop", STEPWELL_CRASH_MARK=str(mark))
+    # Not so fast that an agent that is held up could leave out too many checkpoints to come to the point three times.
+    trainer = run.start(STEPWELL_CRASH=f"agent!{point}:0:3:stop", STEPWELL_CRASH_MARK=str(mark), TRAIN_PACE="0.05")
     wait_for(lambda: mark.exists() and mark.read_text(), "the agent reaches the point")
     agent = Process(int(mark.read_text()))
     trainer.signal(signal.SIGSTOP)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.arena.channel import find_agents, place
+from stepwell.arena.address import find_agents
 from stepwell.store.catalog import scan
-from stepwell.store.lineage import read_run
 from stepwell.store.paths import RunPaths
+from tests.agent.puppet import here
 from tests.crash.harness import Ending, Run, children, wait_for
 from tests.ranks.conftest import soak
 
@@ -132,6 +132,4 @@ def test_killed_in_the_moment_save_returned(number: int, run_dir: Path) -> None:
     wait_for(
         lambda: [entry.id.step for entry in scan(RunPaths(run_dir)) if entry.is_good][:1] == [3], "step 3 is durable"
     )
-    wait_for(
-        lambda: not find_agents(place(read_run(RunPaths(run_dir)).id, RunPaths(run_dir).identity), 0), "the agent ends"
-    )
+    wait_for(lambda: not find_agents(here(run_dir), 0), "the agent ends")

@@ -6,6 +6,7 @@ torch's generators in every step. It reads its settings from the environment, so
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -22,7 +23,7 @@ BATCHES = 12
 
 
 def main() -> None:
-    from stepwell import Checkpointer, Deltas, Every
+    from stepwell import Checkpointer, Deltas, Every, PersistError
     from stepwell.codecs.spec import parse
 
     get = os.environ.get
@@ -41,7 +42,10 @@ def main() -> None:
     )
     if get("TRAIN_FROZEN"):
         model.append(torch.nn.Linear(4, 4).requires_grad_(False))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    if get("TRAIN_FUSED"):  # pairs memory with memory: parameters and moments have to lie alike
+        for layer in (model[0], model[4]):
+            layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=bool(get("TRAIN_FUSED")))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * BATCHES)
     inputs = torch.randn(BATCHES * 8, 8)
     targets = inputs[:, :4].argmax(dim=1)
@@ -73,9 +77,10 @@ def main() -> None:
             optimizer.zero_grad()
             scheduler.step()
             ckpt.log(loss=loss)
-            if get(
-                "TRAIN_FILE_BYTES"
-            ):  # the kernel refuses this process (not its agent) larger files, memory files too
+            if get("TRAIN_WAIT"):  # every checkpoint that is due is tried, however busy the machine
+                with contextlib.suppress(PersistError):
+                    ckpt.wait(60)
+            if get("TRAIN_FILE_BYTES"):  # the kernel refuses this process (not its agent) larger memory files, too
                 resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["TRAIN_FILE_BYTES"]),) * 2)
             if pace:
                 time.sleep(pace)  # the length of a step, as a larger model would have it

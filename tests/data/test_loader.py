@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -22,9 +23,10 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from stepwell.data.batches import Batches
+from stepwell.data.batches import Batches, Loop
 from stepwell.data.choose import make_source
 from stepwell.data.cursor import Cursor
+from stepwell.data.loader import DataLoader as OurLoader
 from stepwell.data.sampler import Plain, Skipping, epoch_seed, make_sampler
 from stepwell.data.source import LoaderSource, SequenceSource, Source
 from stepwell.errors import DataError
@@ -237,23 +239,28 @@ def test_what_cannot_be_resumed_is_refused_with_what_to_do(name: str) -> None:
 # -- what ckpt.data is ------------------------------------------------------------------------------------------------
 
 
-class Loop:
-    """Stands for the Checkpointer: notes what it is told."""
+class Noting(Loop):
+    """Notes what it is told."""
 
     def __init__(self, source: Any = None, *, is_given: bool = True) -> None:
         self.said: list[str] = []
-        self.data = Batches(
-            given=[] if is_given else None,
-            on_start=lambda: self.said.append("start"),
-            on_request=lambda: self.said.append("request"),
-            on_delivered=lambda: self.said.append("delivered"),
-        )
+        self.data = Batches([] if is_given else None)
+        self.data.loop = self
         if source is not None:
             self.data.attach(source)
 
+    def on_start(self) -> None:
+        self.said.append("start")
+
+    def on_request(self) -> None:
+        self.said.append("request")
+
+    def on_delivered(self) -> None:
+        self.said.append("delivered")
+
 
 def test_a_delivered_batch_counts_and_the_request_comes_before_it() -> None:
-    loop = Loop(SequenceSource(["a", "b"]))
+    loop = Noting(SequenceSource(["a", "b"]))
     seen = []
     for batch in loop.data:
         seen.append((batch, loop.data.at.batches, loop.data.is_at_end))
@@ -263,7 +270,7 @@ def test_a_delivered_batch_counts_and_the_request_comes_before_it() -> None:
 
 
 def test_after_a_break_the_rest_of_the_epoch_is_left() -> None:
-    loop = Loop(SequenceSource(list("abcde")))
+    loop = Noting(SequenceSource(list("abcde")))
     for batch in loop.data:
         if batch == "b":
             break
@@ -272,13 +279,13 @@ def test_after_a_break_the_rest_of_the_epoch_is_left() -> None:
 
 
 def test_the_next_round_is_the_next_epoch() -> None:
-    loop = Loop(SequenceSource(list("ab")))
+    loop = Noting(SequenceSource(list("ab")))
     assert list(loop.data) == ["a", "b"] and loop.data.at.epoch == 0
     assert list(loop.data) == ["a", "b"] and loop.data.at.epoch == 1
 
 
 def test_seek() -> None:
-    loop = Loop(SequenceSource(list("abc")))
+    loop = Noting(SequenceSource(list("abc")))
     loop.data.seek(Cursor(4, 2))
     assert list(loop.data) == ["c"] and loop.data.at.epoch == 4
     loop.data.seek(Cursor(4, 3))
@@ -286,7 +293,7 @@ def test_seek() -> None:
 
 
 def test_without_data_it_says_what_to_do() -> None:
-    loop = Loop(is_given=False)
+    loop = Noting(is_given=False)
     with pytest.raises(DataError, match="no data= was given"):
         list(loop.data)
     with pytest.raises(TypeError):
@@ -334,7 +341,7 @@ def test_another_batch_size_goes_on_with_the_next_sample(sizes: tuple[int, int],
 
 
 def opened(loader: Any) -> Batches:
-    loop = Loop(make_source(loader, 5))
+    loop = Noting(make_source(loader, 5))
     return loop.data
 
 
@@ -397,3 +404,51 @@ def test_the_end_of_an_epoch_is_the_end_whatever_its_length_is_now() -> None:
     assert longer.drift(saved) == ""
     longer.seek(longer.read(saved))
     assert longer.is_at_end and list(longer) == []
+
+
+# -- several iterators over one loader --------------------------------------------------------------------------------
+
+
+def rows(loader: Any) -> list[int]:
+    return sorted(int(row) for batch in loader for row in batch)
+
+
+def test_two_iterators_have_a_place_each() -> None:
+    loader = OurLoader(Counted(), batch_size=4, shuffle=True, tail="partial")
+    pairs = list(zip(loader, loader, strict=True))
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert sorted(int(row) for one, _ in pairs for row in one) == list(range(N))
+    assert rows(loader) == list(range(N)), "the next epoch is whole"
+
+
+def test_who_stops_after_all_batches_finds_the_next_epoch() -> None:
+    loader = OurLoader(Counted(), batch_size=4, shuffle=True, tail="partial")
+    epochs = [list(itertools.islice(loader, len(loader))) for _ in range(3)]
+    assert [rows(epoch) for epoch in epochs] == [list(range(N))] * 3
+    assert loader.state_dict()["epoch"] == 2
+
+
+def test_an_older_iterator_does_not_move_the_loader() -> None:
+    loader = OurLoader(Counted(), batch_size=4)
+    older = iter(loader)
+    next(older)
+    newer = iter(loader)
+    next(newer)
+    at = loader.state_dict()
+    next(older)
+    assert loader.state_dict() == at
+
+
+def test_what_was_left_of_an_epoch_comes_first() -> None:
+    loader = OurLoader(Counted(), batch_size=4, tail="partial")
+    first = list(itertools.islice(loader, 2))
+    assert rows(first) + rows(loader) == list(range(N))
+
+
+def test_a_state_at_the_end_of_an_epoch_yields_nothing_first() -> None:
+    loader = OurLoader(Counted(), batch_size=4, tail="partial")
+    list(itertools.islice(loader, len(loader)))
+    again = OurLoader(Counted(), batch_size=4, tail="partial")
+    again.load_state_dict(loader.state_dict())
+    assert list(again) == []
+    assert rows(again) == list(range(N))

@@ -178,7 +178,7 @@ def test_a_position_that_the_source_has_left_is_not_saved(run_dir: Path) -> None
     held = next(batches)
     for batch in itertools.islice(batches, 3):
         training.update(held)
-        training.ckpt.step()
+        training.ckpt.step(batches=1)
         held = batch
     with pytest.raises(DataError, match="Save right after a step, in a loop that does not read ahead"):
         training.ckpt.save()
@@ -194,12 +194,12 @@ def test_and_training_goes_on_without(run_dir: Path) -> None:
     for number, batch in enumerate(training.ckpt.data):
         if held is not None:
             training.update(held)
-            training.ckpt.step()
+            training.ckpt.step(batches=1)
         held = batch if number < 5 else None
         if held is None:
             training.ckpt._snapshotter.pool.wait_prepared()  # a save is put off too while memory is made ready
             training.update(batch)
-            training.ckpt.step()
+            training.ckpt.step(batches=1)
     training.ckpt.close(save=False)
     found = list(read_events(run_dir / "events.jsonl"))
     skipped = [event for event in found if event["kind"] == "snapshot-skipped"]

@@ -167,7 +167,7 @@ class Ranks:
     def __init__(self, count: int, size: int, world: int, saved: dict[str, Any] | None, **options: Any) -> None:
         self.loops = []
         for rank in range(world):
-            data = Batches([], lambda: None, lambda: None, lambda: None)
+            data = Batches([])
             data.attach(make_source(loader(count, size, rank=rank, world_size=world, **options), 5))
             if saved is not None:
                 assert data.drift(saved) == ""
@@ -244,7 +244,7 @@ def test_the_end_of_an_epoch_tells_what_the_next_one_has_lost() -> None:
     data = opened(10, 4)
     assert len(list(data)) == 3
     saved = data.saved(data.at)
-    assert saved["data"] == {"samples": 12, "length": 10, "order": "feistel6/1", "ended": True}
+    assert {"samples": 12, "length": 10, "order": "feistel6/1", "ended": True}.items() <= saved["data"].items()
     again = opened(10, 3)
     again.seek(again.read(saved))
     assert list(again) == [] and again.start(1) == Cursor(1, 0, 2)

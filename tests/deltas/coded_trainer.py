@@ -1,4 +1,4 @@
-"""Trains until it is killed, with parameters that it codes itself: `python -m tests.deltas.coded_trainer DIRECTORY`."""
+"""Trains until it is killed, with parameters that it codes itself: `coded_trainer.py DIRECTORY`."""
 
 from __future__ import annotations
 

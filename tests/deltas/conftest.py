@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.crash.conftest import MakeRun, make_run, server
+from tests.crash.conftest import MakeRun, make_run
 from tests.crash.harness import Ending, Run, Server, undisturbed
 
 WIDE = {"TRAIN_WIDTH": "1024"}
 CHAINS = {**WIDE, "TRAIN_DELTAS": "lc(bits=3)", "TRAIN_PACE": "0.03", "TRAIN_EVERY": "6"}
-__all__ = ["make_run", "reference", "run", "server"]
+__all__ = ["make_run", "reference", "run"]
 
 
 @pytest.fixture(scope="session")

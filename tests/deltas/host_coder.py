@@ -27,7 +27,8 @@ class HostCoder:
         self.part, self.image, self.memory = part, Image([part]), Memory()
         self.bits = stored_bits(part.spec)
         self.packed_nbytes = group_nbytes(part.slots, self.bits)
-        self.bases = self.sparse = 0
+        self.bases = self.sparse = self.dense = 0
+        """Bases, and records as marks and values, and packed: later ones may have few symbols that are not zero."""
         self.is_pending = False
         self.may_finish = threading.Event()
         self.may_finish.set()
@@ -61,6 +62,8 @@ class HostCoder:
             out[: sparse.marks.size], out[sparse.marks.size : end], out[end:] = sparse.marks, sparse.values, 0xEE
             self.coded = replace(self.coded, packed=[], sparse=sparse)
             self.sparse += 1
+        else:
+            self.dense += 1
         array = self.image.arrays[0]
         return Given(self.coded, part_digest(array.nbytes, signature(as_bytes(array))), 1.0, 100.0)
 

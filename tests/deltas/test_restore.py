@@ -16,7 +16,7 @@ from stepwell.chains import find_chains, why_broken
 from stepwell.cli.main import main
 from stepwell.codecs.replay import read_document
 from stepwell.store.paths import RunPaths
-from tests.deltas.walk import State, chained, crashed, distance, same, state_of, train
+from tests.deltas.walk import State, Woven, chained, crashed, distance, same, state_of, train
 from tests.loop.small import Small
 
 STEPS = 24
@@ -92,6 +92,19 @@ def test_what_is_not_quantised_comes_back_to_the_bit(walked: Walked, left: Path)
     assert sorted(train(run, 2)) == [STEPS + 1, STEPS + 2]
     assert before.seen[-2:] == run.seen[-2:], "the same next samples"
     run.ckpt.close(save=False)
+
+
+def test_a_state_from_records_lies_as_it_lay(tmp_path: Path) -> None:
+    """A fused step pairs the elements of parameter and moments as they follow each other in memory."""
+    run, left = chained(tmp_path / "run", Woven), tmp_path / "left"
+    train(run, 8, lambda step: crashed(run, left) if step == 7 else None)
+    run.ckpt.close(save=False)
+    other = chained(left, Woven)
+    assert other.ckpt.restore(prefer="newest") and other.events("restore")[-1]["source"] == "chain"
+    weight = other.model[2].weight
+    lying = [value.stride() for value in other.optimizer.state[weight].values() if value.dim()]
+    assert lying == [weight.stride()] * 2 and not weight.is_contiguous()
+    other.ckpt.close(save=False)
 
 
 def test_exact_is_exact(walked: Walked, left: Path) -> None:

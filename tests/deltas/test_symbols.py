@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,12 +28,14 @@ from stepwell.state.capture import Capture
 from stepwell.state.tracked import track
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
-from tests.crash.harness import wait_for
+from tests.crash.harness import Server, start_script, wait_for
 from tests.deltas.coded_trainer import HELD
 from tests.deltas.host_coder import HostCoder, readers_state, use_host_coder
 from tests.deltas.walk import State, Wide, base_step, crashed, state_of, train, train_into_another_chain
 from tests.levels.peer_node import until
 from tests.ranks.conftest import soak
+
+TRAINER = Path(__file__).with_name("coded_trainer.py")
 
 
 @pytest.fixture
@@ -57,7 +58,12 @@ def train_chained(run: Wide, steps: int) -> dict[int, State]:
     """So many steps after the first record. Returns the state after every step."""
     truth = train(run, 3)  # which saves the first of them, until there is a record
     until(lambda: truth.update(train(run, 3)) or run.events("delta"))
-    # Until nothing older is under way: from here on no step has to be left out.
+    return truth | train_settled(run, steps)
+
+
+def train_settled(run: Wide, steps: int) -> dict[int, State]:
+    """Until nothing older is under way, and so many steps after that: none of these has to be left out."""
+    truth: dict[int, State] = {}
     until(lambda: truth.update(train(run, 1, is_chained=True)) or run.ckpt.status().delta_step == max(truth))
     return truth | train(run, steps, is_chained=True)
 
@@ -74,7 +80,7 @@ def test_records_lead_to_the_bits_of_the_coder(
     truth = train_chained(run, 1)
     truth |= train(run, 12, lambda step: known.update({step: readers_state(coders[0])}), is_chained=True)
     left = crashed(run, tmp_path / "left")
-    assert len(coders) == 1 and bool(coders[0].sparse) is is_sparse
+    assert len(coders) == 1 and (coders[0].sparse if is_sparse else coders[0].dense)
     run.ckpt.close(save=False)
     again = coded(left)
     assert again.ckpt.restore(prefer="newest")
@@ -130,7 +136,7 @@ def test_a_dead_agent_costs_the_chain(run: Wide, coders: list[HostCoder], tmp_pa
     until(lambda: run.events("agent-death"))
     count = len(run.events("delta"))
     until(lambda: train(run, 3) and len(run.events("delta")) > count)
-    truth = train(run, 3, is_chained=True)
+    truth = train_settled(run, 3)
     again = coded(crashed(run, tmp_path / "left"))
     assert again.ckpt.restore(prefer="newest") and again.ckpt.status().step == max(truth)
     again.ckpt.close(save=False)
@@ -300,9 +306,11 @@ def test_without_a_device_the_host_codes(
 
 
 @pytest.mark.parametrize("with_agent", [False, True], ids=["trainer", "both"])
-def test_a_kill_loses_at_most_what_was_on_its_way(with_agent: bool, run_dir: Path, coders: list[HostCoder]) -> None:
+def test_a_kill_loses_at_most_what_was_on_its_way(
+    with_agent: bool, server: Server, run_dir: Path, coders: list[HostCoder]
+) -> None:
     """The agent of a dead trainer appends what lies whole in memory, and offers none of it as a state."""
-    kill_and_go_on(run_dir, lambda log: len(told(log, "delta")) > 20, with_agent=with_agent)
+    kill_and_go_on(server, run_dir, lambda log: len(told(log, "delta")) > 20, with_agent=with_agent)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +321,7 @@ def test_a_kill_loses_at_most_what_was_on_its_way(with_agent: bool, run_dir: Pat
     ],
 )
 def test_an_agent_that_is_killed_at_a_point_costs_its_chain_alone(
-    point: str, run_dir: Path, tmp_path: Path, coders: list[HostCoder]
+    point: str, server: Server, run_dir: Path, tmp_path: Path, coders: list[HostCoder]
 ) -> None:
     """The next one has no chain of what the trainer codes: it asks for a base, and records go on from there."""
 
@@ -323,23 +331,25 @@ def test_an_agent_that_is_killed_at_a_point_costs_its_chain_alone(
         return bool(deaths) and sum(event["time"] > deaths[0] for event in told(log, "delta")) > 5
 
     crash = {"STEPWELL_CRASH": f"agent!{point}", "STEPWELL_CRASH_MARK": str(tmp_path / "mark")}
-    kill_and_go_on(run_dir, is_past, with_agent=True, **crash)
+    kill_and_go_on(server, run_dir, is_past, with_agent=True, **crash)
     assert (tmp_path / "mark").exists()
 
 
-def kill_and_go_on(run_dir: Path, is_time: Callable[[Path], bool], *, with_agent: bool, **environment: str) -> None:
+def kill_and_go_on(
+    server: Server, run_dir: Path, is_time: Callable[[Path], bool], *, with_agent: bool, **environment: str
+) -> None:
     """A run of its own is killed when it is time; the next one goes on from the newest record."""
-    command = [sys.executable, "-m", "tests.deltas.coded_trainer", str(run_dir)]
     paths, log = RunPaths(run_dir), run_dir / "events.jsonl"
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], env={**os.environ, **environment}) as trainer:
-        try:
-            wait_for(lambda: is_time(log), "records")
-            done = read_progress(paths.progress)
-            assert done is not None
-            if with_agent:
-                os.kill(done.agent_pid, signal.SIGKILL)
-        finally:
-            trainer.kill()
+    trainer = start_script(server, TRAINER, run_dir, log=run_dir.with_suffix(".log"), **environment)
+    try:
+        wait_for(lambda: is_time(log), "records")
+        done = read_progress(paths.progress)
+        assert done is not None
+        if with_agent:
+            os.kill(done.agent_pid, signal.SIGKILL)
+    finally:
+        trainer.kill()
+        trainer.wait()
     done = read_progress(paths.progress)
     again = coded(run_dir)
     assert again.ckpt.restore(prefer="newest") and done is not None

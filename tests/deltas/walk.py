@@ -26,13 +26,17 @@ class Wide(Small):
     """Enough parameters that a record is small beside a base."""
 
     device = "cpu"
+    is_woven = False
+    """Its largest matrix lies column by column, under a fused optimizer."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(8, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 128), torch.nn.Linear(128, 1)
         ).to(self.device)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        if self.is_woven:
+            self.model[2].weight = torch.nn.Parameter(self.model[2].weight.detach().t().contiguous().t())
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01, fused=self.is_woven)
         self.numbers = Numbers()
         self.loader = DataLoader(self.numbers, batch_size=4, shuffle=True)
         self.ckpt = stepwell.Checkpointer(
@@ -41,10 +45,14 @@ class Wide(Small):
         self.seen = []
 
 
-def chained(where: Path, **options: Any) -> Wide:
+class Woven(Wide):
+    is_woven = True
+
+
+def chained(where: Path, kind: type[Wide] = Wide, **options: Any) -> Wide:
     """Bases only when the chain asks for them."""
     usual = {"deltas": stepwell.Deltas(small="pool"), "policy": stepwell.Never()}
-    return Wide(where, {**usual, **options})
+    return kind(where, {**usual, **options})
 
 
 def state_of(run: Small) -> State:

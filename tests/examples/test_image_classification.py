@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from stepwell.journal import read_events
 from stepwell.store import catalog
 from stepwell.store.paths import RunPaths
-from tests.adapters.scripts import Script, fork_server
+from tests.adapters.scripts import Script
 from tests.crash.harness import Server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -42,12 +41,6 @@ SHORT = [
 STEPS = 26
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with fork_server() as server:
-        yield server
-
-
 def command(where: Path, *more: str) -> list[str]:
     return [str(EXAMPLE), *SHORT, "--chk-prefix", str(where), *more]
 
@@ -65,7 +58,7 @@ def final_state(where: Path) -> dict[str, bytes]:
 def uninterrupted(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("whole")
     script = Script(server, folder, *command(folder / "run", "--chk-freq", "4"))
-    assert script.run(STEPWELL_SEED="5") == 0, script.output
+    assert script.run() == 0, script.output
     assert "epoch 2:" in script.output and script.last_line().startswith(f"done: step {STEPS}")
     return final_state(folder / "run")
 
@@ -80,8 +73,8 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
 ) -> None:
     script = Script(server, run_dir.parent, *command(run_dir, *flags, "--resume"))
     crash = f"trainer!copy.complete:0:{nth}"  # SIGKILL when the nth snapshot is complete
-    assert script.run(STEPWELL_SEED="5", STEPWELL_CRASH=crash) == -signal.SIGKILL, script.output
-    assert script.run(STEPWELL_SEED="5") == 0, script.output
+    assert script.run(STEPWELL_CRASH=crash) == -signal.SIGKILL, script.output
+    assert script.run() == 0, script.output
     restored = [event["step"] for event in read_events(run_dir / "events.jsonl") if event["kind"] == "restore"]
     assert len(restored) == 1 and restored[0] > (13 if nth == 5 else 0)
     assert final_state(run_dir) == uninterrupted

@@ -22,7 +22,7 @@ TINY = ["-a", "small", "-b", "2", "-j", "0", "--classes", "4", "--image-size", "
 
 def environment(**more: str) -> dict[str, str]:
     fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return {**os.environ, **fixed, "STEPWELL_SEED": "5", "STEPWELL_LINGER": "20", **more}
+    return {**os.environ, **fixed, "STEPWELL_LINGER": "20", **more}
 
 
 def torchrun(where: Path, ranks: int, *more: str, restarts: int = 0, **env: str) -> subprocess.CompletedProcess[str]:

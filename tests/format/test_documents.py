@@ -12,7 +12,7 @@ from stepwell.errors import DamagedError
 from stepwell.format.document import Fields, parse_json, seal, unseal
 from stepwell.format.manifest import Lineage, Manifest, RecordRef, Run
 from stepwell.format.record import FileEntry, LeafEntry, Record, check_file_name
-from stepwell.types import CheckpointId, Owner
+from stepwell.types import CheckpointId, Keep, Owner
 
 RUN = "0123456789abcdef"
 DIGEST = "ab" * 16
@@ -36,7 +36,7 @@ def test_what_is_dumped_is_loaded() -> None:
     assert Manifest.load(MANIFEST.dump(), path="x") == MANIFEST
     run = Run(RUN, (1 << 64) - 1, 2.5)
     assert Run.load(run.dump(), path="x") == run
-    lineage = Lineage(number=3, parent=1, step=7, created=2.5, host="h")
+    lineage = Lineage(number=3, parent=1, step=7, created=2.5, host="h", keep=Keep(last=3, every=7, epochs=True))
     assert Lineage.load(lineage.dump(), path="x") == lineage
 
 
@@ -45,8 +45,8 @@ def test_the_fields_are_the_contract() -> None:
     record = ["format", "run", "step", "repeat", "lineage", "rank", "world_size", "created", "suspect", "parity",
               "versions", "files", "leaves", "tree", "checksum"]  # fmt: skip
     assert list(json.loads(RECORD.dump())) == record
-    assert [*json.loads(RECORD.dump())["leaves"][0], "private"] == list(asdict(LEAF))
-    own = replace(RECORD, leaves=(replace(LEAF, private=True),))
+    assert [*json.loads(RECORD.dump())["leaves"][0], "private", "strides"] == list(asdict(LEAF))
+    own = replace(RECORD, leaves=(replace(LEAF, private=True, strides=(1, 2)),))
     assert list(json.loads(own.dump())["leaves"][0]) == list(asdict(LEAF)) and Record.load(own.dump(), path="x") == own
     manifest = ["format", "run", "step", "repeat", "lineage", "world_size", "created", "nbytes", "exact", "suspect",
                 "epoch_end", "finished", "name", "records", "checksum"]  # fmt: skip
@@ -176,6 +176,11 @@ BAD_LEAVES: dict[str, dict[str, Any]] = {
     "unknown codec": {"codec": "zstd"},
     "a delta": {"parent": "step-000000000001.l0001"},
     "device is a path": {"device": "/dev/sda"},
+    "strides with gaps": {"strides": (4, 1)},
+    "strides that repeat": {"strides": (0, 1)},
+    "strides of a huge tensor": {"strides": (1 << 61, 1)},
+    "strides of another shape": {"strides": (1,)},
+    "negative strides": {"strides": (-3, 1)},
     "box outside": {"offsets": (1, 0)},
     "box of other rank": {"offsets": (0,), "global_shape": (6,)},
 }

@@ -1,7 +1,8 @@
-"""Makes the golden run: one tiny checkpoint, committed once, that every later version must read.
+"""Makes the golden runs: tiny checkpoints, committed once, that every later version must read.
 
-`python -m tests.golden.make DIRECTORY` writes it as today's code would. tests/golden/v1 was made so and is never made
-again: a change of the format gets a v2 beside it.
+`python -m tests.golden.make DIRECTORY` writes the first one as today's code would, and with the word `strides` behind
+that the one whose tensors do not lie row by row. tests/golden/v1 and v1strides were made so and are never made again: a
+change of the format gets a v2 beside them.
 """
 
 from __future__ import annotations
@@ -59,20 +60,47 @@ def own() -> dict[str, Any]:
     return {"step": STEP, "epoch": 1, "consumed": 2, "finished": False, "rng": rng.capture()}
 
 
+def woven() -> dict[str, Any]:
+    image = torch.arange(12.0).view(1, 3, 2, 2)
+    return {
+        "values": {
+            "channels_last": image.contiguous(memory_format=torch.channels_last),
+            "one row": image[:, :1, :1].contiguous(memory_format=torch.channels_last),
+            "transposed": torch.arange(6, dtype=torch.int16).view(2, 3).t(),
+            "gaps": torch.arange(6, dtype=torch.int16).view(2, 3)[:, ::2],
+            "array": numpy.asfortranarray(numpy.arange(6, dtype="<i4").reshape(2, 3)),
+        }
+    }
+
+
+def make_woven(root: Path, own_state: dict[str, Any]) -> CheckpointId:
+    """Write the run whose tensors do not lie row by row."""
+    build = begin(root)
+    id = build.write(woven(), STEP, own=own_state, created=1700000003.5)
+    build.paths.events.unlink()
+    return id
+
+
 def make(root: Path, own_state: dict[str, Any]) -> CheckpointId:
     """Write the run. Everything but torch's version is the same each time."""
+    build = begin(root)
+    notes = root.parent / "notes"
+    notes.write_bytes(NOTES)
+    id = build.write(state(), STEP, frozen=FROZEN, own=own_state, created=1700000003.5, files={"notes": str(notes)})
+    build.paths.events.unlink()
+    notes.unlink()
+    return id
+
+
+def begin(root: Path) -> RunBuilder:
+    """An empty run, the same each time."""
     paths = RunPaths(root)
     paths.lineages.mkdir(parents=True)
     paths.run.write_bytes(RUN.dump())
     build = RunBuilder(root)
     paths.lineage(1).write_bytes(LINEAGE.dump())
-    notes = root.parent / "notes"
-    notes.write_bytes(NOTES)
-    id = build.write(state(), STEP, frozen=FROZEN, own=own_state, created=1700000003.5, files={"notes": str(notes)})
-    paths.events.unlink()
-    notes.unlink()
-    return id
+    return build
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]), own())
+    (make_woven if sys.argv[2:] == ["strides"] else make)(Path(sys.argv[1]), own())

@@ -26,7 +26,7 @@ torch.use_deterministic_algorithms(True)
 torch.manual_seed(0); numpy.random.seed(0); random.seed(0)
 model = torch.nn.Sequential(
     torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Dropout(0.2),
-    torch.nn.Linear(8 * 36, 10)).cuda()
+    torch.nn.Linear(8 * 36, 10)).cuda().to(memory_format=torch.channels_last)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 data = torch.utils.data.TensorDataset(torch.randn(512, 1, 8, 8), torch.randint(0, 10, (512,)))
 loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
@@ -39,6 +39,8 @@ for epoch in ckpt.epochs(3):
         x, y = x.cuda(), y.cuda()
         loss = torch.nn.functional.cross_entropy(model(x + 0.1 * torch.randn_like(x)), y)
         loss.backward(); optimizer.step(); optimizer.zero_grad(); ckpt.log(loss=loss)
+        if ckpt.status().step == 2:
+            ckpt.save().wait()  # memory for snapshots is ready from here on
         if ckpt.status().step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 """

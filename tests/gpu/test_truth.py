@@ -106,10 +106,10 @@ OUT_OF_MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from stepwell.snapshot import snapshotter
+from stepwell.snapshot import choice
 from tests.snapshot.truth import Case, run
 
-snapshotter.spare_bytes = lambda device: 1 << 60  # the estimate is wrong: only the allocator says no
+choice.spare_bytes = lambda device: 1 << 60  # the estimate is wrong: only the allocator says no
 model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(16)]).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, foreach=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import struct
@@ -10,25 +11,33 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from weakref import WeakKeyDictionary
 
+from stepwell.groups.frame import Message
 from stepwell.groups.line import Line
 from stepwell.groups.meet import Place, call
-from stepwell.groups.wire import Message
+from stepwell.trust.seal import TAG_BYTES, Seals, digest_of
 from tests.groups.circle import Circle
 
 SECONDS = 10.0
+KEY = b"k" * 32
+LISTENS = "opening the line: who listens where"
+CONNECTED = "opening the line: who is connected"
+_seals: WeakKeyDictionary[socket.socket, Seals] = WeakKeyDictionary()
 
 
 class End:
     """A line, and what its callbacks were told."""
 
-    def __init__(self, circle: Circle, rank: int) -> None:
+    def __init__(self, circle: Circle, rank: int, node_of: list[int] | None = None) -> None:
         self.heard: list[tuple[int, Message]] = []
         self.lost: list[int] = []
         self.threads: set[str] = set()
         self._changed = threading.Condition()
         self.group = circle.rank(rank)
-        self.line = Line(self.group, self._hear, self._lose)
+        if node_of is not None:
+            self.group.node_of, self.group.nodes = node_of, len(set(node_of))
+        self.line = Line(self.group, KEY, self._hear, self._lose)
 
     def _hear(self, rank: int, message: Message) -> None:
         with self._changed:
@@ -48,9 +57,10 @@ class End:
             assert self._changed.wait_for(claim, SECONDS), (self.heard[-3:], self.lost)
 
 
-def open_all(stack: ExitStack, size: int) -> list[End]:
+def open_all(stack: ExitStack, size: int, node_of: list[int] | None = None) -> list[End]:
+    """On one node, if nothing else is said."""
     circle = Circle(size)
-    ends = [End(circle, rank) for rank in range(size)]
+    ends = [End(circle, rank, node_of) for rank in range(size)]
     for end in ends:
         stack.callback(end.line.close)
     with ThreadPoolExecutor(size) as pool:
@@ -68,17 +78,15 @@ class Caller:
         self._stack = stack
         self._opening = stack.enter_context(ThreadPoolExecutor(1)).submit(self.leader.line.open, seconds)
         stack.callback(self.leader.line.close)
-        place = self._group.broadcast(None, "opening the line: where rank 0 listens", SECONDS)
-        self.place = Place.from_plain(place)
+        self.place = Place.from_plain(self._group.all_gather(None, LISTENS, SECONDS)[0])
 
-    def connect(self, rank: int = 1, token: bytes | None = None, seconds: float = SECONDS) -> socket.socket:
-        place = Place(self.place.addresses, self.place.port, token or self.place.token)
-        sock = call(place, rank, time.monotonic() + seconds)
+    def connect(self, rank: int = 1, key: bytes = KEY, seconds: float = SECONDS) -> socket.socket:
+        sock = dial(self.place, rank, key, seconds)
         self._stack.callback(sock.close)
         return sock
 
     def join(self) -> None:
-        self._group.all_gather({}, "opening the line: who is connected", SECONDS)
+        self._group.all_gather({}, CONNECTED, SECONDS)
         self._opening.result(SECONDS)
 
     def raw(self) -> socket.socket:
@@ -87,9 +95,32 @@ class Caller:
         return sock
 
 
-def frame(message: object) -> bytes:
-    body = json.dumps(message).encode()
-    return struct.pack("<Q", len(body)) + body
+def dial(place: Place, rank: int, key: bytes = KEY, seconds: float = SECONDS) -> socket.socket:
+    """As that rank, for messages made by hand."""
+    sock, seals = call(place, key, rank, time.monotonic() + seconds)
+    _seals[sock] = seals
+    return sock
+
+
+def frame(sock: socket.socket, message: object, rank: int = 1, kind: int = 0) -> bytes:
+    """One message of a rank, sealed for this connection: to be sent once, in this order."""
+    return frame_of(sock, json.dumps(message).encode(), rank, kind)
+
+
+def frame_of(sock: socket.socket, text: bytes, rank: int = 1, kind: int = 0) -> bytes:
+    return sealed(sock, struct.pack("<BI", kind, rank) + text)
+
+
+def sealed(sock: socket.socket, body: bytes) -> bytes:
+    return struct.pack("<Q", len(body)) + body + _seals[sock].seal(digest_of(body))
+
+
+def read_body(sock: socket.socket, stream: io.BufferedReader) -> bytes:
+    """The text of the next frame of who was called, which has to be sealed; nothing for its goodbye."""
+    (length,) = struct.unpack("<Q", stream.read(8))
+    body = stream.read(length)
+    _seals[sock].check(digest_of(body), stream.read(TAG_BYTES))
+    return body[5:]
 
 
 def is_hung_up(sock: socket.socket) -> bool:

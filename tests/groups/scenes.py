@@ -20,6 +20,7 @@ from stepwell.groups.group import Group
 from stepwell.groups.line import Line
 
 KINDS = [None, True, 0, -(2**53), 1.5, float("inf"), "", "text \u00e9 \U0001f600", [1, [2, []]], {"a": {"b": None}}]
+KEY = b"k" * 32
 VOTE = "the vote on step 40"
 
 
@@ -80,6 +81,37 @@ def _without(victim: int, signal_number: int) -> Callable[[Group], None]:
     return scene
 
 
+class Mortal:
+    """A store whose rank is killed before its next request but so many, once all others are there."""
+
+    def __init__(self, store: Any, requests: int, others: Callable[[], bool]) -> None:
+        self._store, self._left, self._others = store, requests, others
+
+    def __getattr__(self, name: str) -> Any:
+        if not self._left:
+            while not self._others():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._left -= 1
+        return getattr(self._store, name)
+
+
+def _dying(victim: int, requests: int) -> Callable[[Group], None]:
+    """It has left its value when it dies, so the round is whole for all; with no request of its own, it is missing."""
+
+    def scene(group: Group) -> None:
+        if group.rank == victim % group.size:
+            others = [f"ready-{rank}" for rank in range(group.size) if rank != group.rank]
+            store = group._store  # type: ignore[attr-defined]
+            group._store = Mortal(store, requests, lambda: all(map(os.path.exists, others)))  # type: ignore[attr-defined]
+        else:
+            Path(f"ready-{group.rank}").touch()
+        found = group.all_gather(group.rank, VOTE, seconds=2.0)
+        assert found == list(range(group.size))
+
+    return scene
+
+
 def training(group: Group) -> None:
     """Our calls come in another order than training's collectives on every rank, and neither waits for the other."""
     import torch
@@ -104,10 +136,23 @@ def training(group: Group) -> None:
     assert len(done) == 100
 
 
+class Watched:
+    """A store that tells when somebody begins to wait in it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.is_waiting = store, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def wait(self, *arguments: Any) -> None:
+        self.is_waiting.set()
+        self._store.wait(*arguments)
+
+
 def store_in_use(group: Group) -> None:
     """Rank 0 waits in a call of ours while training needs the store on all ranks, to make a new group."""
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_default_store
 
     errors: list[GroupError] = []
 
@@ -117,13 +162,12 @@ def store_in_use(group: Group) -> None:
         except GroupError as error:
             errors.append(error)
 
+    group.barrier("connected", seconds=20.0)
     early = threading.Thread(target=meet)
     if group.rank == 0:
-        watcher = _get_default_store().clone()  # type: ignore[attr-defined]
-        arrived = f"{group._prefix}/{group._round}/arrived"  # type: ignore[attr-defined]
+        watched = group._store = Watched(group._store)  # type: ignore[attr-defined]
         early.start()
-        while not watcher.check([arrived]):
-            time.sleep(0.01)
+        assert watched.is_waiting.wait(20)
         time.sleep(0.2)  # the wait is the next thing it does, but cannot be seen
     dist.new_group()
     if group.rank == 0:
@@ -167,7 +211,7 @@ def line(group: Group) -> None:
             assert changed.wait_for(claim, 20), (heard, lost)
 
     last = group.size - 1
-    ours = Line(group, lambda rank, message: note(heard, (rank, message["n"])), lambda rank: note(lost, rank))
+    ours = Line(group, KEY, lambda rank, message: note(heard, (rank, message["n"])), lambda rank: note(lost, rank))
     ours.open(20)
     for number in range(100):
         ours.send({"n": number})
@@ -197,7 +241,7 @@ def line_between_nodes(group: Group) -> None:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     spread = find_group(seconds=10)
     heard = threading.Event()
-    ours = Line(spread, lambda rank, message: heard.set(), lambda rank: None)
+    ours = Line(spread, KEY, lambda rank, message: heard.set(), lambda rank: None)
     ours.open(10)
     ours.send({})
     assert heard.wait(10)
@@ -205,16 +249,61 @@ def line_between_nodes(group: Group) -> None:
     ours.close()
 
 
+def _line_of_nodes(victim: int) -> Callable[[Group], None]:
+    """Two ranks on each node. One is killed; who is behind it, and who goes by way of it, hears of it once."""
+
+    def scene(group: Group) -> None:
+        os.environ["STEPWELL_NODE"] = f"node {group.rank // 2}"
+        spread = find_group(seconds=10)
+        heard: list[Any] = []
+        lost: list[int] = []
+        changed = threading.Condition()
+
+        def note(target: list[Any], item: object) -> None:
+            with changed:
+                target.append(item)
+                changed.notify_all()
+
+        def until(claim: Callable[[], bool]) -> None:
+            with changed:
+                assert changed.wait_for(claim, 20), (heard, lost)
+
+        ours = Line(spread, KEY, lambda rank, message: note(heard, (rank, message["n"])), lambda rank: note(lost, rank))
+        ours.open(20)
+        rank, size, first = group.rank, group.size, group.rank - group.rank % 2
+        ours.send({"n": rank})
+        until(lambda: len(heard) == (size - 1 if rank == 0 else 1))
+        assert sorted(heard) == ([(other, other) for other in range(1, size)] if rank == 0 else [(0, 0)])
+        spread.barrier("all heard", seconds=10)
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        expected = []
+        if rank == 0:
+            expected = [victim, victim + 1] if victim % 2 == 0 else [victim]
+        elif victim == 0 or (victim == first and rank != victim):
+            expected = [victim]
+        until(lambda: lost == expected)
+        if rank == 0:
+            ours.send({"n": "over"})
+        elif not expected:  # who closes earlier would let the ranks behind it go in peace
+            until(lambda: heard[-1] == (0, "over"))
+        ours.close()
+        assert lost == expected
+
+    return scene
+
+
 def line_cannot_connect(group: Group) -> None:
     """The last rank is sent to a port where nobody is."""
     if group.rank == group.size - 1:
-        honest = group.broadcast
+        honest = group.all_gather
 
         def misled(*args: Any, **kwargs: Any) -> Any:
-            return {**honest(*args, **kwargs), "port": 1}
+            told = honest(*args, **kwargs)
+            return [{**told[0], "port": 1}, *told[1:]] if "port" in told[0] else told
 
-        group.broadcast = misled  # type: ignore[method-assign]
-    Line(group, lambda rank, message: None, lambda rank: None).open(seconds=1.0)
+        group.all_gather = misled  # type: ignore[method-assign]
+    Line(group, KEY, lambda rank, message: None, lambda rank: None).open(seconds=1.0)
 
 
 SCENES: dict[str, Callable[[Group], None]] = {
@@ -225,12 +314,14 @@ SCENES: dict[str, Callable[[Group], None]] = {
     "killed leader": _without(0, signal.SIGKILL),
     "stopped last": lambda group: _without(group.size - 1, signal.SIGSTOP)(group),
     "stopped leader": _without(0, signal.SIGSTOP),
+    **{f"{who} dies after {n}": _dying(victim, n) for who, victim in (("leader", 0), ("last", -1)) for n in range(4)},
     "training": training,
     "store in use": store_in_use,
     "store shared": store_shared,
     "few keys": few_keys,
     "line": line,
     "line between nodes": line_between_nodes,
+    **{f"line without {victim}": _line_of_nodes(victim) for victim in (0, 2, 5)},
     "line cannot connect": line_cannot_connect,
 }
 

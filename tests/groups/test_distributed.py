@@ -24,6 +24,17 @@ def test_old_rounds_leave_the_store(play: Play, torch_backend: Backend) -> None:
     play(torch_backend, "few keys", 3).results()
 
 
+@pytest.mark.parametrize("requests", [0, 1, 2, 3])
+@pytest.mark.parametrize(("backend", "victim"), [("file", "leader"), ("tcp", "last")], indirect=["backend"])
+def test_all_agree_whatever_a_rank_has_done_when_it_is_killed(
+    play: Play, backend: Backend, victim: str, requests: int
+) -> None:
+    """Rank 0 with a store that outlives it. It dies when all others have come, so it is likely the last one."""
+    gone = 0 if victim == "leader" else 2
+    for result in play(backend, f"{victim} dies after {requests}", 3).results(gone).values():
+        assert result.get("missing") == (None if requests else [gone]), result
+
+
 def test_a_line_between_processes(play: Play, torch_backend: Backend) -> None:
     play(torch_backend, "line", 3).results(2)
 
@@ -36,3 +47,8 @@ def test_a_rank_that_cannot_connect_is_named_by_all(play: Play, torch_backend: B
     for result in play(torch_backend, "line cannot connect", 3).results().values():
         assert result["missing"] == [2]
         assert "rank 2 could not connect to rank 0 within 1 s (port 1: 127.0.0.1" in result["error"]
+
+
+@pytest.mark.parametrize("victim", [0, 2, 5])
+def test_a_rank_that_is_killed_is_lost_with_who_is_behind_it(play: Play, torch_backend: Backend, victim: int) -> None:
+    play(torch_backend, f"line without {victim}", 6).results(victim)

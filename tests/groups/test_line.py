@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -18,9 +19,8 @@ from stepwell.errors import GroupError
 from stepwell.groups import wire as wire_module
 from stepwell.groups.line import Line
 from stepwell.groups.local import LocalGroup
-from stepwell.groups.wire import GOODBYE
 from tests.groups.circle import Circle
-from tests.groups.ends import SECONDS, Caller, End, frame, open_all
+from tests.groups.ends import KEY, SECONDS, Caller, End, frame, frame_of, open_all, read_body, sealed
 
 # What arrives
 
@@ -76,7 +76,7 @@ def test_a_callback_that_fails_does_not_end_the_line(stack: ExitStack, caplog: p
 
 def test_alone_nothing_happens() -> None:
     before = threading.active_count()
-    line = Line(LocalGroup(), lambda rank, message: None, lambda rank: None)
+    line = Line(LocalGroup(), KEY, lambda rank, message: None, lambda rank: None)
     line.open()
     line.send({"n": 1})
     assert threading.active_count() == before
@@ -99,21 +99,41 @@ def test_ranks_that_have_no_line_are_refused(stack: ExitStack) -> None:
 @pytest.mark.parametrize(
     "last_words",
     [
-        b"",
-        struct.pack("<Q", (64 << 20) + 1),
-        struct.pack("<Q", 1 << 63),
-        struct.pack("<Q", 4) + b"\xff\xff\xff\xff",
-        frame([1, 2]),
-        frame("text"),
-        struct.pack("<Q", 400_000) + b"[" * 400_000,
+        lambda sock: b"",
+        lambda sock: struct.pack("<Q", (64 << 20) + 1),
+        lambda sock: struct.pack("<Q", 1 << 63),
+        lambda sock: frame_of(sock, b"\xff\xff\xff\xff"),
+        lambda sock: frame(sock, [1, 2]),
+        lambda sock: frame(sock, "text"),
+        lambda sock: frame_of(sock, b"[" * 400_000),
+        lambda sock: frame(sock, {"n": 2})[:-1] + b"x",
+        lambda sock: struct.pack("<Q", 0) + bytes(32),
+        lambda sock: frame(sock, {"n": 2}, rank=0),
+        lambda sock: frame(sock, {"n": 2}, kind=7),
+        lambda sock: sealed(sock, b"\0\0"),
     ],
-    ids=["nothing", "a long message", "a huge length", "no text", "a list", "a string", "too deep"],
+    ids=[
+        "nothing",
+        "a long message",
+        "a huge length",
+        "no text",
+        "a list",
+        "a string",
+        "too deep",
+        "a wrong tag",
+        "a goodbye of somebody else",
+        "as another rank",
+        "no kind of frame",
+        "less than a head",
+    ],
 )
-def test_a_peer_that_ends_or_talks_nonsense_is_lost_once(stack: ExitStack, last_words: bytes) -> None:
+def test_a_peer_that_ends_or_talks_nonsense_is_lost_once(
+    stack: ExitStack, last_words: Callable[[socket.socket], bytes]
+) -> None:
     caller = Caller(stack)
     sock = caller.connect()
     caller.join()
-    sock.sendall(frame({"n": 1}) + last_words)
+    sock.sendall(frame(sock, {"n": 1}) + last_words(sock))
     sock.shutdown(socket.SHUT_WR)
     caller.leader.until(lambda: caller.leader.lost == [1])
     assert caller.leader.heard == [(1, {"n": 1})]
@@ -129,7 +149,7 @@ def test_a_peer_that_closes_is_not_lost(stack: ExitStack) -> None:
     second.line.send({"n": 2})
     leader.until(lambda: len(leader.heard) == 2)
     leader.line.close()
-    second.until(lambda: second.line._wires == {} or second.line._thread is None)
+    second.line.close()
     assert [leader.lost, first.lost, second.lost] == [[], [], []]
 
 
@@ -146,8 +166,7 @@ def test_a_slow_reader_does_not_hold_the_sender(stack: ExitStack) -> None:
     assert slowest < 0.5
     with sock.makefile("rb") as stream:
         for number in range(30):
-            (length,) = struct.unpack("<Q", stream.read(8))
-            assert json.loads(stream.read(length))["n"] == number
+            assert json.loads(read_body(sock, stream))["n"] == number
     assert caller.leader.lost == []
 
 
@@ -168,15 +187,14 @@ def test_close_sends_what_is_queued(stack: ExitStack) -> None:
     caller = Caller(stack)
     sock = caller.connect()
     caller.join()
-    sock.sendall(frame({"unread": "x" * 1000}))  # a socket closed with unread bytes would take back what it sent
+    sock.sendall(frame(sock, {"unread": "x" * 1000}))  # a socket closed with unread bytes would take back what it sent
     for number in range(100):
         caller.leader.line.send({"n": number, "text": "x" * 100_000})
     closing = stack.enter_context(ThreadPoolExecutor(1)).submit(caller.leader.line.close)
     with sock.makefile("rb") as stream:
         for number in range(100):
-            (length,) = struct.unpack("<Q", stream.read(8))
-            assert json.loads(stream.read(length))["n"] == number
-        assert stream.read() == GOODBYE
+            assert json.loads(read_body(sock, stream))["n"] == number
+        assert read_body(sock, stream) == b"" and stream.read() == b""
     closing.result(SECONDS)
     caller.leader.line.close()
     caller.leader.line.send({"n": "too late"})
@@ -193,9 +211,10 @@ def test_close_stays_until_the_bytes_are_with_the_peer(stack: ExitStack) -> None
     closing = stack.enter_context(ThreadPoolExecutor(1)).submit(caller.leader.line.close)
     with pytest.raises(TimeoutError):
         closing.result(0.3)
-    sock.sendall(frame({"n": "meanwhile"}))
+    sock.sendall(frame(sock, {"n": "meanwhile"}))
     with sock.makefile("rb") as stream:
-        assert len(stream.read()) == len(frame({"text": "x" * 200_000})) - 1 + len(GOODBYE)
+        assert json.loads(read_body(sock, stream)) == {"text": "x" * 200_000}
+        assert read_body(sock, stream) == b"" and stream.read() == b""
     closing.result(SECONDS)
 
 
@@ -212,7 +231,7 @@ def test_close_does_not_wait_for_ever_for_one_that_does_not_read(stack: ExitStac
 def test_close_in_a_callback(stack: ExitStack) -> None:
     circle = Circle(2)
     leader = End(circle, 0)
-    other: Line = Line(circle.rank(1), lambda rank, message: other.close(), lambda rank: None)
+    other: Line = Line(circle.rank(1), KEY, lambda rank, message: other.close(), lambda rank: None)
     stack.callback(leader.line.close)
     stack.callback(other.close)
     with ThreadPoolExecutor(2) as pool:
@@ -239,7 +258,7 @@ def test_a_rank_that_never_calls_is_named(stack: ExitStack) -> None:
 
 def test_a_forked_child_leaves_the_line_alone(stack: ExitStack) -> None:
     leader, other = open_all(stack, 2)
-    fds = [wire.socket.fileno() for end in (leader, other) for wire in end.line._wires.values()]
+    fds = [wire.socket.fileno() for end in (leader, other) for wire in end.line._hub.wires.values()]
     pid = os.fork()
     if pid == 0:
         try:

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
-from stepwell.groups.meet import Place, call
+from stepwell.groups.meet import Place
 from tests.groups.circle import Circle
-from tests.groups.ends import SECONDS, Caller, End, frame, is_hung_up
+from tests.groups.ends import CONNECTED, LISTENS, SECONDS, Caller, End, dial, frame, is_hung_up
 
 
-def test_who_does_not_know_the_token_is_refused(stack: ExitStack) -> None:
+def test_who_does_not_know_the_key_is_refused(stack: ExitStack) -> None:
     caller = Caller(stack)
-    with pytest.raises(OSError, match="hung up"):
-        caller.connect(token=bytes(16), seconds=0.2)
+    with pytest.raises(OSError, match="does not know the secret"):
+        caller.connect(key=bytes(32), seconds=0.2)
     check_that_rank_1_can_still_join(caller)
 
 
 def test_control_without_the_proof_anybody_gets_in(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hmac.compare_digest", lambda given, expected: True)
     caller = Caller(stack)
-    caller.connect(token=bytes(16))
+    caller.connect(key=bytes(32))
     caller.join()
 
 
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" + b"x" * 100, b"\0" * 52, b"\xff" * 5000])
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" + b"x" * 100, b"\0" * 68, b"\xff" * 5000])
 def test_garbage_is_refused(stack: ExitStack, garbage: bytes) -> None:
     caller = Caller(stack)
     sock = caller.raw()
@@ -60,15 +59,15 @@ def test_a_second_connection_of_a_rank_replaces_nothing(stack: ExitStack) -> Non
     pool = stack.enter_context(ThreadPoolExecutor(3))
     opening = pool.submit(leader.line.open, SECONDS)
     stack.callback(leader.line.close)
-    plain = list(pool.map(lambda group: group.broadcast(None, "opening the line: where rank 0 listens", 5), others))
-    place = Place.from_plain(plain[0])
-    first = stack.enter_context(call(place, 1, time.monotonic() + SECONDS))
-    assert is_hung_up(stack.enter_context(call(place, 1, time.monotonic() + SECONDS)))
-    second = stack.enter_context(call(place, 2, time.monotonic() + SECONDS))
-    list(pool.map(lambda group: group.all_gather({}, "opening the line: who is connected", 5), others))
+    told = list(pool.map(lambda group: group.all_gather(None, LISTENS, 5), others))
+    place = Place.from_plain(told[0][0])
+    first = stack.enter_context(dial(place, 1))
+    assert is_hung_up(stack.enter_context(dial(place, 1)))
+    second = stack.enter_context(dial(place, 2))
+    list(pool.map(lambda group: group.all_gather({}, CONNECTED, 5), others))
     opening.result(SECONDS)
-    first.sendall(frame({"n": 1}))
-    second.sendall(frame({"n": 2}))
+    first.sendall(frame(first, {"n": 1}))
+    second.sendall(frame(second, {"n": 2}, 2))
     leader.until(lambda: sorted(leader.heard, key=lambda item: item[0]) == [(1, {"n": 1}), (2, {"n": 2})])
     assert leader.lost == []
 
@@ -83,6 +82,6 @@ def test_nobody_is_let_in_later(stack: ExitStack) -> None:
 def check_that_rank_1_can_still_join(caller: Caller) -> None:
     sock = caller.connect()
     caller.join()
-    sock.sendall(frame({"n": 1}))
+    sock.sendall(frame(sock, {"n": 1}))
     caller.leader.until(lambda: caller.leader.heard == [(1, {"n": 1})])
     assert caller.leader.lost == []

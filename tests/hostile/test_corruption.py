@@ -28,7 +28,7 @@ from stepwell.journal import read_events
 from stepwell.restore import read
 from stepwell.store.catalog import read_record
 from stepwell.store.paths import RunPaths
-from stepwell.types import CheckpointId
+from stepwell.types import CheckpointId, Keep
 from tests.ranks.conftest import soak
 from tests.restore.build import RunBuilder, damage_events, restore, restore_only
 from tests.state.same import difference
@@ -97,7 +97,7 @@ class Target:
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
-    def create_next(paths: RunPaths, *, parent: int, step: int, lossy: str | None) -> Lineage:
+    def create_next(paths: RunPaths, *, parent: int, step: int, lossy: str | None, keep: Keep | None) -> Lineage:
         assert lossy is None
         return Lineage(number=2, parent=parent, step=step, created=0.0, host="none")
 

@@ -18,9 +18,10 @@ import pytest
 
 from stepwell.errors import PeerError
 from stepwell.levels.fetch import Peer
-from stepwell.levels.secret import CALLER, NONCE_BYTES, PROOF_BYTES, REFUSED, draw_secret, prove
 from stepwell.levels.serve import MAX_CONNECTIONS, MAX_GUESTS
-from stepwell.levels.wire import MAX_RANGE_BYTES
+from stepwell.levels.wire import MAX_RANGE_BYTES, terms_of
+from stepwell.trust.greeting import CALLER, NONCE_BYTES, PROOF_BYTES, REFUSED, SERVER
+from stepwell.trust.secret import draw_secret
 from tests.levels.peer_node import (
     CHECKPOINT,
     RUN,
@@ -58,7 +59,7 @@ def claim(node: Node, secret: str, run: str = RUN, who: bytes = CALLER) -> tuple
     """Try to get in, and what the server says to it."""
     sock = node.call()
     challenge = exactly(sock, NONCE_BYTES)
-    sock.sendall(NONCE + prove(bytes.fromhex(secret), who, run, challenge, NONCE))
+    sock.sendall(NONCE + terms_of(secret, run).prove(who, challenge, NONCE))
     return sock, exactly(sock, PROOF_BYTES)
 
 
@@ -71,11 +72,13 @@ def test_a_wrong_secret(node: Node) -> None:
 
 
 def test_control_without_the_check_a_wrong_secret_gets_in(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.levels.guest.is_proof", lambda given, expected: True)
+    monkeypatch.setattr("stepwell.trust.greeting.is_proof", lambda given, expected: True)
+    monkeypatch.setattr("stepwell.trust.seal.is_tag", lambda given, expected: True)
     sock, said = claim(node, draw_secret())
     assert said != REFUSED
     send_frame(sock, {"op": "read", "directory": CHECKPOINT, "name": "file", "start": 0, "nbytes": 4})
-    assert receive_frame(sock) == {"nbytes": 4} and exactly(sock, 4) == b"\0\1\2\3"
+    sock.sendall(bytes(32))
+    assert receive_frame(sock) == {"nbytes": 4} and exactly(sock, 36)[32:] == b"\0\1\2\3"
 
 
 def test_another_run_with_the_same_secret(node: Node) -> None:
@@ -84,7 +87,7 @@ def test_another_run_with_the_same_secret(node: Node) -> None:
 
 
 def test_the_servers_own_proof_is_not_a_callers(node: Node) -> None:
-    sock, said = claim(node, node.secret, who=b"stepwell peer/1 server:")
+    sock, said = claim(node, node.secret, who=SERVER)
     assert said == REFUSED and is_hung_up(sock)
 
 
@@ -92,7 +95,7 @@ def overhear(node: Node) -> bytes:
     """What an honest node sent."""
     with node.call() as sock:
         challenge = exactly(sock, NONCE_BYTES)
-        said = NONCE + prove(bytes.fromhex(node.secret), CALLER, RUN, challenge, NONCE)
+        said = NONCE + terms_of(node.secret, RUN).prove(CALLER, challenge, NONCE)
         sock.sendall(said)
         assert exactly(sock, PROOF_BYTES) != REFUSED
         return said
@@ -111,7 +114,7 @@ def test_a_replayed_greeting(node: Node) -> None:
 
 
 def test_control_with_the_same_challenge_again_it_gets_in(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.levels.guest.secrets.token_bytes", lambda count: b"c" * count)
+    monkeypatch.setattr("stepwell.trust.greeting.draw_nonce", lambda: b"c" * NONCE_BYTES)
     assert replay(node, overhear(node)) != REFUSED
 
 

@@ -28,6 +28,7 @@ from tests.crash.harness import Process, _read, wait_for
 
 HERE = Path(__file__).parent
 MARK = "LAUNCH_MARK"
+STORE = "store"
 Losses = dict[int, set[float]]
 DEADLINE_SECONDS = 90.0
 POLL_SECONDS = 0.1
@@ -97,6 +98,9 @@ class Node:
 class Cluster:
     """One job: a store, nodes, and what they wrote."""
 
+    address = "127.0.0.1"
+    """Where the store listens."""
+
     def __init__(
         self, folder: Path, slots: int, most: int, *, epochs: int = 6, pace: float = 0.1, **conf: object
     ) -> None:
@@ -113,18 +117,23 @@ class Cluster:
         self.port = int((folder / "port").read_text())
 
     def _start_store(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "stepwell.cli.main", "store", "--bind", "127.0.0.1", "--port", "0"]
+        command = [*self.onto(STORE), sys.executable, "-m", "stepwell.cli.main", "store", "--bind", self.address]
+        command += ["--port", "0", "--port-file", str(self.folder / "port")]
         with (self.folder / "store.log").open("wb") as log:
-            store = subprocess.Popen([*command, "--port-file", str(self.folder / "port")], stdout=log, stderr=log)
+            store = subprocess.Popen(command, stdout=log, stderr=log)
         wait_for(lambda: (self.folder / "port").exists() or store.poll() is not None, "the store serves")
         assert store.poll() is None, (self.folder / "store.log").read_text()
         return store
+
+    def onto(self, name: str) -> list[str]:
+        """What begins a command that is to run on a node; by default all of them are this machine."""
+        return []
 
     def start(self, *names: str, restarts: int = 50, workers: int = 1, **env: str) -> None:
         """Start agents; a name that was there before is the same node again, with what its cache still holds."""
         for name in names:
             mark = uuid.uuid4().hex
-            command = [sys.executable, "-m", "torch.distributed.run", *self.rendezvous()]
+            command = [*self.onto(name), sys.executable, "-m", "torch.distributed.run", *self.rendezvous()]
             command += [f"--nproc-per-node={workers}", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
             own = {MARK: mark, **self.environment(name), **self.env, **env}
             log = self.folder / f"log.{name}.{len(self.lives)}"
@@ -141,7 +150,7 @@ class Cluster:
 
     def rendezvous(self) -> list[str]:
         """Options of torchrun: how the agents find each other."""
-        found = ["--rdzv-backend=stepwell", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=job"]
+        found = ["--rdzv-backend=stepwell", f"--rdzv-endpoint={self.address}:{self.port}", "--rdzv-id=job"]
         found += [f"--nnodes={self.slots}:{self.most}"]
         conf = ",".join(f"{key}={value}" for key, value in self.conf.items())
         return [*found, f"--rdzv-conf={conf}"] if conf else found

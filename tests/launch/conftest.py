@@ -40,14 +40,14 @@ class Plain(Job):
 
 
 @pytest.fixture(scope="session")
-def undisturbed(rank_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The losses of a job that nothing happens to."""
     done: dict[tuple[int, int], Losses] = {}
 
     def run(slots: int, epochs: int) -> Losses:
         if (slots, epochs) not in done:
             folder = tmp_path_factory.mktemp("undisturbed")
-            job = Plain(rank_server, folder, epochs, 0.0, LAUNCH_FOLDER=str(folder), LAUNCH_NAME="all")
+            job = Plain(server, folder, epochs, 0.0, LAUNCH_FOLDER=str(folder), LAUNCH_NAME="all")
             try:
                 job.launch(slots).wait_well()
                 job.wait_gone()

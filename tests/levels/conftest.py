@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.ranks.conftest import make_job, server, straight
+from tests.ranks.conftest import make_job, straight
 
-__all__ = ["make_job", "server", "stack", "straight"]
+__all__ = ["make_job", "stack", "straight"]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from typing import Any
 
 from stepwell import journal
 from stepwell.agent.keeper import Keeper
+from stepwell.agent.spill import Spill
 from stepwell.agent.writer import Writer
 from stepwell.caches import Caches
 from stepwell.errors import DamagedError
@@ -28,11 +29,12 @@ from stepwell.levels import sets, verdict
 from stepwell.levels.cache import Level
 from stepwell.levels.copies import keep_shard
 from stepwell.levels.orders import Orders, Seat, run_cache
-from stepwell.levels.secret import draw_secret
 from stepwell.levels.serve import PeerServer, listen
 from stepwell.levels.spec import Levels, Node, Pairs, Partner, Protection, Shared, Single
 from stepwell.restore.read import read_file
-from stepwell.types import CheckpointId, Owner
+from stepwell.store.paths import RunPaths
+from stepwell.trust.secret import draw_secret
+from stepwell.types import CheckpointId, Keep, Owner
 from tests.groups.circle import Circle
 
 RUN = "0123456789abcdef"
@@ -87,18 +89,18 @@ class Field:
                     keep_shard(keeper.paths, record, record.dump(), from_memory(content))
             for keeper in keepers:
                 for id in self.contents:
-                    done = keeper._duties.do(keeper.paths, id, RUN, keeper.peers)
-                    assert done is not None and keeper._duties.is_done(keeper.paths, id)
+                    done = keeper.redundancy.duties.do(keeper.paths, id, RUN, keeper.peers)
+                    assert done is not None and keeper.redundancy.duties.is_done(keeper.paths, id)
 
     def decide(self, id: CheckpointId) -> None:
         """As rank 0 does when it is whole: to be carried on."""
         meta = {"created": 1.0, "epoch_end": False, "finished": False, "name": None}
         with ExitStack() as stack:
             keepers = self._serve(stack)
-            states = {keeper.owner.rank: keeper.state(id) for keeper in keepers}
+            states = {keeper.owner.rank: keeper.answers.state(id) for keeper in keepers}
             manifest = verdict.make_manifest(RUN, id, meta, states)
             for keeper in keepers:
-                keeper._keep_decision(id, manifest.dump(), Level(flush=True).dump())
+                keeper.decisions.keep(id, manifest.dump(), Level(flush=True).dump())
 
     def rehold(self, id: CheckpointId) -> None:
         """As agents do after a restart: hold and protect it again, whoever sits where now."""
@@ -106,7 +108,7 @@ class Field:
             keepers = self._serve(stack)
             for _ in range(2):  # the second time nobody waits for another one's part any more
                 done = [keeper.rehold(id) for keeper in keepers]
-            assert all(done) and not any(keeper._failed for keeper in keepers), [keeper._failed for keeper in keepers]
+            assert all(done) and not any(keeper.redundancy.why_failed(id) for keeper in keepers)
 
     def _serve(self, stack: ExitStack) -> list[Keeper]:
         """The keepers of all ranks, each asked at a socket of its own."""
@@ -118,7 +120,9 @@ class Field:
             self.cache(node).mkdir(parents=True, exist_ok=True)
             orders = Orders(str(self.place(node)), RUN, 2, self.protect, Shared(), secret, tuple(seats))
             log = journal.EventLog(Path(os.devnull), who="agent")
-            keepers.append(Keeper(orders, Owner(rank, len(seats)), log, Writer(), lineage=1, patience=5.0))
+            owner = Owner(rank, len(seats))
+            spill = Spill(RunPaths(self.folder / "run"), owner, Keep(), log, lineage=1, patience=5.0)
+            keepers.append(Keeper(orders, owner, log, Writer(), spill, lineage=1, patience=5.0))
             stack.callback(keepers[rank].close)
             server = PeerServer(self.cache(node), secret, RUN, keepers[rank].answer, bind=sockets[rank])
             server.start()
@@ -194,7 +198,9 @@ class Restart:
                 place = self._field.place(self._nodes[rank])
                 node = Node(place, protect=self._field.protect, address="127.0.0.1")
                 log = journal.EventLog(Path(os.devnull), who="trainer")
-                caches = stack.enter_context(closing(Caches(Levels(node, Shared()), RUN, circle.rank(rank), log)))
+                shared = RunPaths(self._field.folder / "run")
+                found = Caches(Levels(node, Shared()), RUN, shared, circle.rank(rank), log, b"k" * 32)
+                caches = stack.enter_context(closing(found))
                 self._try_all(caches, stack, rank)
                 self._done.wait(60)  # nobody stops serving while another one reads
         except BaseException as error:
@@ -203,7 +209,7 @@ class Restart:
             self._done.abort()
 
     def _try_all(self, caches: Caches, stack: ExitStack, rank: int) -> None:
-        caches.meet(_Serving(stack))  # type: ignore[arg-type]
+        caches.meet(Serving(stack))  # type: ignore[arg-type]
         caches.share()
         for id in sorted(caches.whole(_AllLive()), reverse=True):  # type: ignore[arg-type]
             for _ in range(caches.attempts(id)):
@@ -240,7 +246,7 @@ def _bytes(part: Any, file: FileEntry) -> bytes:
         return bytes(source.read(0, file.nbytes, memoryview(data))) if file.nbytes else b""
 
 
-class _Serving:
+class Serving:
     """In the place of an agent: serves the cache at the socket."""
 
     def __init__(self, stack: ExitStack) -> None:

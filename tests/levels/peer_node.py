@@ -11,14 +11,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from stepwell.levels.fetch import Peer
-from stepwell.levels.secret import CALLER, NONCE_BYTES, PROOF_BYTES, draw_secret, prove
 from stepwell.levels.serve import PeerServer
+from stepwell.levels.wire import terms_of
+from stepwell.trust.greeting import NONCE_BYTES, PROOF_BYTES, Caller
+from stepwell.trust.seal import TAG_BYTES, Seals, digest_of
+from stepwell.trust.secret import draw_secret
 
 RUN = "0123456789abcdef"
 CHECKPOINT = "step-000000000012.l0001"
 SECONDS = 20.0
+_seals: WeakKeyDictionary[socket.socket, Seals] = WeakKeyDictionary()
+"""Of connections that were greeted by hand: what is sent and received below has tags then."""
 
 
 class Node:
@@ -58,10 +64,11 @@ class Node:
 
     def member(self) -> socket.socket:
         """A connection that has proved itself, for requests made by hand."""
-        sock = self.call()
-        challenge, nonce = exactly(sock, NONCE_BYTES), b"n" * NONCE_BYTES
-        sock.sendall(nonce + prove(bytes.fromhex(self.secret), CALLER, RUN, challenge, nonce))
-        exactly(sock, PROOF_BYTES)
+        sock, caller = self.call(), Caller(terms_of(self.secret, RUN))
+        sock.sendall(caller.answer(exactly(sock, NONCE_BYTES)))
+        seals = caller.check(exactly(sock, PROOF_BYTES))
+        assert seals is not None
+        seal(sock, seals)
         return sock
 
     def check_alive(self) -> None:
@@ -97,13 +104,29 @@ def exactly(sock: socket.socket, count: int) -> bytes:
     return data
 
 
+def seal(sock: socket.socket, seals: Seals) -> None:
+    """From now on frames on this connection have tags."""
+    _seals[sock] = seals
+
+
 def send_frame(sock: socket.socket, message: Any) -> None:
     body = message if isinstance(message, bytes) else json.dumps(message).encode()
-    sock.sendall(struct.pack("<I", len(body)) + body)
+    send_sealed(sock, body, before=struct.pack("<I", len(body)))
+
+
+def send_sealed(sock: socket.socket, body: bytes, before: bytes = b"") -> None:
+    sock.sendall(before + body + (_seals[sock].seal(digest_of(body)) if sock in _seals else b""))
 
 
 def receive_frame(sock: socket.socket) -> Any:
-    return json.loads(exactly(sock, struct.unpack("<I", exactly(sock, 4))[0]))
+    return json.loads(receive_sealed(sock, struct.unpack("<I", exactly(sock, 4))[0]))
+
+
+def receive_sealed(sock: socket.socket, count: int) -> bytes:
+    body = exactly(sock, count)
+    if sock in _seals:
+        _seals[sock].check(digest_of(body), exactly(sock, TAG_BYTES))
+    return body
 
 
 def is_hung_up(sock: socket.socket) -> bool:

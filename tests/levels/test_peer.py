@@ -18,9 +18,11 @@ from stepwell.errors import ConfigError, PeerError, StorageError
 from stepwell.format.checksum import block_digest
 from stepwell.format.record import FileEntry
 from stepwell.levels.fetch import MAX_STREAMS, Peer, PeerSource
-from stepwell.levels.secret import CALLER, NONCE_BYTES, PROOF_BYTES, SERVER, draw_secret, prove
-from stepwell.levels.wire import MAX_ANSWER_BYTES, MAX_RANGE_BYTES, Patience, Stream
+from stepwell.levels.wire import MAX_ANSWER_BYTES, MAX_RANGE_BYTES, Patience, Stream, terms_of
 from stepwell.restore.read import Source, read_file
+from stepwell.trust.greeting import CALLER, NONCE_BYTES, PROOF_BYTES, SERVER
+from stepwell.trust.seal import TAG_BYTES
+from stepwell.trust.secret import draw_secret
 from tests.levels.peer_node import (
     CHECKPOINT,
     RUN,
@@ -31,7 +33,9 @@ from tests.levels.peer_node import (
     is_hung_up,
     read,
     receive_frame,
+    seal,
     send_frame,
+    send_sealed,
     until,
 )
 
@@ -116,7 +120,7 @@ def test_a_file_that_ends_early_ends_the_connection(tmp_path: Path) -> None:
         open(tmp_path / "file", "rb") as file,
         pytest.raises(OSError, match="ends at 10"),
     ):
-        Stream(sock).send_range(file.fileno(), 0, 20, Patience(SECONDS))
+        Stream(sock).send_range(file.fileno(), 0, 20, Patience(SECONDS), is_sealed=False)
 
 
 # Questions
@@ -272,7 +276,9 @@ def greet_as_server(sock: socket.socket, secret: str) -> None:
     challenge = b"c" * NONCE_BYTES
     sock.sendall(challenge)
     nonce, _ = exactly(sock, NONCE_BYTES), exactly(sock, PROOF_BYTES)
-    sock.sendall(prove(bytes.fromhex(secret), SERVER, RUN, challenge, nonce))
+    terms = terms_of(secret, RUN)
+    sock.sendall(terms.prove(SERVER, challenge, nonce))
+    seal(sock, terms.seals(challenge, nonce, is_caller=False))
 
 
 def test_a_server_that_cannot_prove_itself_is_refused() -> None:
@@ -289,14 +295,16 @@ def test_a_server_that_cannot_prove_itself_is_refused() -> None:
 
 
 def test_control_without_the_check_it_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.levels.fetch.is_proof", lambda given, expected: True)
+    monkeypatch.setattr("stepwell.trust.greeting.is_proof", lambda given, expected: True)
+    monkeypatch.setattr("stepwell.trust.seal.is_tag", lambda given, expected: True)
 
     def believe(sock: socket.socket) -> None:
         sock.sendall(b"c" * NONCE_BYTES)
         sock.sendall(exactly(sock, NONCE_BYTES + PROOF_BYTES)[NONCE_BYTES:])
         receive_frame(sock)
+        exactly(sock, TAG_BYTES)
         send_frame(sock, {"nbytes": 2})
-        sock.sendall(b"{}")
+        sock.sendall(bytes(TAG_BYTES) + b"{}" + bytes(TAG_BYTES))
 
     with impostor(believe) as address:
         peer = Peer(address, draw_secret(), RUN, SECONDS)
@@ -311,7 +319,8 @@ def test_control_without_the_check_it_is_believed(monkeypatch: pytest.MonkeyPatc
         ({"nbytes": -1}, b"", "without a size"),
         ({"nbytes": True}, b"", "without a size"),
         ({"nbytes": 2}, b"[]", "not list"),
-        ({"nbytes": 2}, b"{", "hung up after 1 of 2"),
+        ({"nbytes": 34}, b"{", "hung up after 33 of 66"),
+        ({"nbytes": 1}, b"{}", "changed on their way"),
         ({"nbytes": 2}, b"{{", "not valid JSON"),
         (b"x" * 70_000, b"", "a frame of 70000 bytes"),
         (b"[1]", b"", "not list"),
@@ -325,7 +334,7 @@ def test_an_answer_that_is_none(head: object, body: bytes, says: str) -> None:
         greet_as_server(sock, secret)
         receive_frame(sock)
         send_frame(sock, head)
-        sock.sendall(body)
+        send_sealed(sock, body)
 
     with impostor(act) as address, pytest.raises(PeerError, match=says) as caught:
         Peer(address, secret, RUN, SECONDS).ask("hello")
@@ -379,7 +388,7 @@ def test_the_secret_never_travels() -> None:
     with impostor(act) as address, pytest.raises(PeerError):
         Peer(address, secret, RUN, 0.2).ask("hello")
     assert bytes.fromhex(secret) not in heard and secret.encode() not in heard
-    expected = prove(bytes.fromhex(secret), CALLER, RUN, b"c" * NONCE_BYTES, bytes(heard[:NONCE_BYTES]))
+    expected = terms_of(secret, RUN).prove(CALLER, b"c" * NONCE_BYTES, bytes(heard[:NONCE_BYTES]))
     assert heard[NONCE_BYTES : NONCE_BYTES + PROOF_BYTES] == expected
 
 

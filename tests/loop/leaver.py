@@ -1,4 +1,4 @@
-"""A training script that is told to leave. `middle` of a step is printed, then a line on stdin lets it go on.
+"""A training script that is told to leave. It prints `middle` in a step and goes on when `go` is beside its run.
 
 Usage: leaver.py DIRECTORY JSON     options: at (step that stops in its middle), how (what it does there), workers,
                                     handler (what the script itself does on SIGTERM), and those of the Checkpointer
@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def _end_a_child() -> None:
 
 
 def main() -> None:
+    os.setsid()
     where, wishes = Path(sys.argv[1]), json.loads(sys.argv[2])
     at, how = wishes.pop("at", 5), wishes.pop("how", "wait")
     _handler(wishes.pop("handler", ""), where)
@@ -70,7 +72,8 @@ def main() -> None:
                 print("middle", step, flush=True)
                 if how == "child":
                     _end_a_child()
-                sys.stdin.readline()
+                while not (where.parent / "go").exists():
+                    time.sleep(0.005)
             optimizer.step()
             optimizer.zero_grad()
             if step == 3:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,16 +43,21 @@ class Small:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.numbers = Numbers()
         self.loader = DataLoader(self.numbers, batch_size=4, shuffle=True)
-        options = {"policy": stepwell.Every(steps=2), "seed": 7, **self.options}
-        self.ckpt = stepwell.Checkpointer(
-            self.where, model=self.model, optimizer=self.optimizer, data=self.loader, **options
-        )
+        options = {"policy": stepwell.Every(steps=2), "seed": 7, "data": self.loader, **self.options}
+        self.ckpt = stepwell.Checkpointer(self.where, model=self.model, optimizer=self.optimizer, **options)
         self.seen: list[tuple[int, list[int]]] = []
 
     def update(self, batch: torch.Tensor) -> None:
         self.model(batch / 24).pow(2).mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def wait_for_memory(self) -> None:
+        """Until the next save has room. Memory is made ready from the first step on."""
+        deadline = time.monotonic() + 60
+        while not self.ckpt._snapshotter.pool.is_ready:
+            assert time.monotonic() < deadline, "no memory for snapshots"
+            time.sleep(0.001)
 
     def train(self, epochs: int = 2, stop_after: int | None = None) -> None:
         """Run the loop; `stop_after` leaves it by break after that many batches."""

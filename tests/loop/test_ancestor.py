@@ -47,7 +47,8 @@ def test_1_2_6_every_mode_saves_every_value(mode: str, run_dir: Path) -> None:
     run.ckpt.close()
     (tree,) = trees(run_dir)
     assert set(tree) == {"model", "optimizer", "stepwell"}
-    assert {"step", "epoch", "consumed", "data", "finished", "rng"} == set(tree["stepwell"])
+    own = {"step", "epoch", "consumed", "data", "finished", "stopped", "given", "rng"}
+    assert own == set(tree["stepwell"])
     assert {"python", "numpy", "torch"} <= set(tree["stepwell"]["rng"])
     again = Small(run_dir)
     again.ckpt.restore()

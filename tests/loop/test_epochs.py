@@ -180,7 +180,7 @@ def test_a_late_position_reads_nothing_before_it(tail: str, monkeypatch: pytest.
 
 
 def test_a_position_is_smaller_than_a_kilobyte() -> None:
-    data = Batches([], lambda: None, lambda: None, lambda: None)
+    data = Batches([])
     data.attach(make_source(stepwell.DataLoader(Endless(), 64, True), 7))
     saved = data.saved(Cursor(90, 10**8, 10**10 - 1))
     assert len(json.dumps(flatten(saved).tree)) < 1024

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,46 +16,43 @@ import torch
 import stepwell
 from stepwell.journal import read_events
 from stepwell.store.history import CLOSED, TOLD, read_history
+from tests.crash.harness import Server, start_script, wait_for
 from tests.loop.small import Numbers, Small
 from tests.ranks.conftest import soak
 
-ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("leaver.py")
 
 
 class Leaver:
     """The script, driven line by line."""
 
-    def __init__(self, where: Path, environment: dict[str, str] | None = None, **wishes: Any) -> None:
+    def __init__(self, server: Server, where: Path, environment: dict[str, str] | None = None, **wishes: Any) -> None:
         self.where = where
-        self.lines: list[str] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.loop.leaver", str(where), json.dumps(wishes)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "STEPWELL_LINGER": "0", **(environment or {})},
-        )
+        self._go = where.parent / "go"
+        self._go.unlink(missing_ok=True)
+        log = where.parent / f"{where.name}-{time.monotonic_ns()}.log"
+        environment = {"STEPWELL_LINGER": "0", **(environment or {})}
+        self.process = start_script(server, SCRIPT, where, json.dumps(wishes), log=log, **environment)
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has printed, up to the last line that is whole."""
+        return self.process.log().rpartition("\n")[0].splitlines()
 
     def until(self, start: str) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.strip())
-            if line.startswith(start):
-                return line.strip()
-        raise AssertionError(f"{start!r} never came:\n" + "\n".join(self.lines))
+        def found() -> str | None:
+            has_ended = self.process.has_ended()  # asked first: what it printed is there then
+            line = next((line for line in self.lines if line.startswith(start)), None)
+            assert line or not has_ended, f"{start!r} never came:\n{self.process.log()}"
+            return line
+
+        return str(wait_for(found, start))
 
     def go_on(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        self._go.touch()
 
     def end(self) -> int:
-        assert self.process.stdout is not None
-        with self.process:
-            self.lines += [line.strip() for line in self.process.stdout]
-            return self.process.wait(60)
+        return self.process.wait()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self.where / "events.jsonl") if event["kind"] == kind]
@@ -72,11 +67,11 @@ def where(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "run"
 
 
-def test_sigterm_in_the_middle_of_an_iteration_loses_nothing(where: Path) -> None:
+def test_sigterm_in_the_middle_of_an_iteration_loses_nothing(server: Server, where: Path) -> None:
     """Grace of 5 s: the exit status says "start me again", and the next process goes on with the next batch."""
-    leaver = Leaver(where, at=5, grace=5)
+    leaver = Leaver(server, where, at=5, grace=5)
     leaver.until("middle")
-    leaver.process.send_signal(signal.SIGTERM)
+    leaver.process.signal(signal.SIGTERM)
     leaver.go_on()
     assert leaver.end() == 75
     (told,) = leaver.events("told")
@@ -84,30 +79,30 @@ def test_sigterm_in_the_middle_of_an_iteration_loses_nothing(where: Path) -> Non
     assert (told["by"], left["step"], left["durable"]) == ("SIGTERM", 5, True)
     assert max(leaver.batches()) == 5, "the iteration that ran was the last one"
     assert read_history(where / "history.json").ended == TOLD
-    again = Leaver(where, at=0)
+    again = Leaver(server, where, at=0)
     assert again.until("restored") == "restored True 5"
     assert again.end() == 0
     assert min(again.batches()) == 6
     history = read_history(where / "history.json")
     assert (history.failures, history.ended) == (0, CLOSED), "announced: no failure"
-    whole = Leaver(where.parent / "whole", at=0)
+    whole = Leaver(server, where.parent / "whole", at=0)
     assert whole.end() == 0
     assert whole.batches() == {**leaver.batches(), **again.batches()}
 
 
 @pytest.mark.parametrize(("number", "status"), [soak(signal.SIGUSR1, 75), (signal.SIGINT, -signal.SIGINT)])
-def test_other_signals(where: Path, number: signal.Signals, status: int) -> None:
-    leaver = Leaver(where, at=5)
+def test_other_signals(server: Server, where: Path, number: signal.Signals, status: int) -> None:
+    leaver = Leaver(server, where, at=5)
     leaver.until("middle")
-    leaver.process.send_signal(number)
+    leaver.process.signal(number)
     leaver.go_on()
     assert leaver.end() == status
     assert leaver.events("left")[0]["durable"] and leaver.events("commit")[-1]["step"] == 5
 
 
-def test_ctrl_c_with_workers_ends_the_iteration_first_and_leaves_nobody(where: Path) -> None:
+def test_ctrl_c_with_workers_ends_the_iteration_first_and_leaves_nobody(server: Server, where: Path) -> None:
     """A terminal sends it to the whole group; forked workers must not die of it before their batch is delivered."""
-    leaver = Leaver(where, at=5, workers=2)
+    leaver = Leaver(server, where, at=5, workers=2)
     leaver.until("middle")
     os.killpg(leaver.process.pid, signal.SIGINT)
     leaver.go_on()
@@ -117,23 +112,24 @@ def test_ctrl_c_with_workers_ends_the_iteration_first_and_leaves_nobody(where: P
         os.killpg(leaver.process.pid, 0)
 
 
-def test_the_second_ctrl_c_leaves_at_once(where: Path) -> None:
-    leaver = Leaver(where, at=5)
+def test_the_second_ctrl_c_leaves_at_once(server: Server, where: Path) -> None:
+    leaver = Leaver(server, where, at=5)
     leaver.until("middle")
-    leaver.process.send_signal(signal.SIGINT)
+    leaver.process.signal(signal.SIGINT)
     deadline = time.monotonic() + 30
-    while leaver.process.poll() is None and time.monotonic() < deadline:
-        leaver.process.send_signal(signal.SIGINT)
+    while leaver.process.signal(signal.SIGINT) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert leaver.end() == -signal.SIGINT
     assert max(event["step"] for event in leaver.events("commit")) == 3, "what was saved before stays"
 
 
 @pytest.mark.parametrize("way", ["option", soak("environment")])
-def test_a_notice_file(where: Path, way: str) -> None:
+def test_a_notice_file(server: Server, where: Path, way: str) -> None:
     notice = where.parent / "notice"
     leaver = (
-        Leaver(where, at=5, notice=str(notice)) if way == "option" else Leaver(where, {"STEPWELL_NOTICE": str(notice)})
+        Leaver(server, where, at=5, notice=str(notice))
+        if way == "option"
+        else Leaver(server, where, {"STEPWELL_NOTICE": str(notice)})
     )
     leaver.until("middle")
     notice.touch()
@@ -144,11 +140,11 @@ def test_a_notice_file(where: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize(("handler", "status"), [("notes", 75), soak("exits", 9)])
-def test_a_handler_that_was_there_before_is_called(where: Path, handler: str, status: int) -> None:
+def test_a_handler_that_was_there_before_is_called(server: Server, where: Path, handler: str, status: int) -> None:
     """One that wants to exit does so, after the checkpoint."""
-    leaver = Leaver(where, at=5, handler=handler)
+    leaver = Leaver(server, where, at=5, handler=handler)
     leaver.until("middle")
-    leaver.process.send_signal(signal.SIGTERM)
+    leaver.process.signal(signal.SIGTERM)
     leaver.go_on()
     assert leaver.end() == status
     assert (where.parent / "handled").read_text() == "SIGTERM"
@@ -156,20 +152,20 @@ def test_a_handler_that_was_there_before_is_called(where: Path, handler: str, st
 
 
 @pytest.mark.soak
-def test_a_handler_below_python_is_left_alone(where: Path) -> None:
-    leaver = Leaver(where, at=5, handler="faulthandler")
+def test_a_handler_below_python_is_left_alone(server: Server, where: Path) -> None:
+    leaver = Leaver(server, where, at=5, handler="faulthandler")
     leaver.until("middle")
-    leaver.process.send_signal(signal.SIGUSR1)
+    leaver.process.signal(signal.SIGUSR1)
     leaver.go_on()
     assert leaver.end() == 0, "it wrote its traceback, and training went on"
     assert not leaver.events("told")
 
 
-def test_an_iteration_that_does_not_end_is_left_when_the_time_is_over(where: Path) -> None:
+def test_an_iteration_that_does_not_end_is_left_when_the_time_is_over(server: Server, where: Path) -> None:
     """It waits for something that never comes. What was complete before is there."""
-    leaver = Leaver(where, at=5, grace=1.5)
+    leaver = Leaver(server, where, at=5, grace=1.5)
     leaver.until("middle")
-    leaver.process.send_signal(signal.SIGTERM)
+    leaver.process.signal(signal.SIGTERM)
     assert leaver.end() == 75
     (left,) = leaver.events("left")
     assert not left["durable"] and "grace time is over" in left["reason"]
@@ -177,33 +173,34 @@ def test_an_iteration_that_does_not_end_is_left_when_the_time_is_over(where: Pat
     assert read_history(where / "history.json").ended == TOLD
 
 
-def test_ctrl_c_in_an_iteration_that_does_not_end_becomes_an_exception(where: Path) -> None:
+def test_ctrl_c_in_an_iteration_that_does_not_end_becomes_an_exception(server: Server, where: Path) -> None:
     """A person is there: the interpreter lives on, as after any Ctrl-C."""
-    leaver = Leaver(where, at=5, grace=1)
+    leaver = Leaver(server, where, at=5, grace=1)
     leaver.until("middle")
-    leaver.process.send_signal(signal.SIGINT)
+    leaver.process.signal(signal.SIGINT)
     assert leaver.end() == -signal.SIGINT
     assert not leaver.events("left")[0]["durable"]
 
 
 @pytest.mark.parametrize("has_notice", [soak(False), True])
-def test_a_launcher_ends_everybody_when_one_dies(where: Path, has_notice: bool) -> None:
+def test_a_launcher_ends_everybody_when_one_dies(server: Server, where: Path, has_notice: bool) -> None:
     """Then there is nothing to save; with a notice it is a preemption."""
     notice = where.parent / "notice"
     if has_notice:
         notice.touch()
-    leaver = Leaver(where, {"TORCHELASTIC_RUN_ID": "1"}, at=1 if has_notice else 5, notice=str(notice))
+    leaver = Leaver(server, where, {"TORCHELASTIC_RUN_ID": "1"}, at=1 if has_notice else 5, notice=str(notice))
     leaver.until("middle")
-    leaver.process.send_signal(signal.SIGTERM)
+    leaver.process.signal(signal.SIGTERM)
     leaver.go_on()
     assert leaver.end() == (75 if has_notice else 143)
     assert leaver.events("left")[0]["durable"] is has_notice
+    assert leaver.events("told")[0]["saves"] is has_notice
     assert max(event["step"] for event in leaver.events("commit")) == (1 if has_notice else 3)
 
 
 @pytest.mark.soak
-def test_a_forked_child_that_is_told_to_leave_does_not_take_its_parent_along(where: Path) -> None:
-    leaver = Leaver(where, at=5, how="child")
+def test_a_forked_child_that_is_told_to_leave_does_not_take_its_parent_along(server: Server, where: Path) -> None:
+    leaver = Leaver(server, where, at=5, how="child")
     assert leaver.until("child") == "child -15"
     leaver.go_on()
     assert leaver.end() == 0
@@ -243,9 +240,9 @@ def test_workers_that_died_of_the_signal_do_not_hide_it(where: Path, monkeypatch
     assert small.events("left")[0]["durable"] and small.events("commit")[-1]["step"] == 2
 
 
-def test_without_grace_signals_are_left_alone(where: Path) -> None:
-    leaver = Leaver(where, at=5, grace=None)
+def test_without_grace_signals_are_left_alone(server: Server, where: Path) -> None:
+    leaver = Leaver(server, where, at=5, grace=None)
     leaver.until("middle")
-    leaver.process.send_signal(signal.SIGTERM)
+    leaver.process.signal(signal.SIGTERM)
     assert leaver.end() == -signal.SIGTERM
     assert not leaver.events("told")

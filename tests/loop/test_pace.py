@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import torch
 import stepwell
 from stepwell.errors import ConfigError
 from stepwell.store.history import CLOSED, RUNNING, read_history
+from tests.crash.harness import Server, start_script
 from tests.loop.small import Small
 from tests.ranks.conftest import soak
 
@@ -121,19 +119,18 @@ def wait_for_a_note(small: Small) -> None:
     ("end", "failures"),
     [("os.kill(os.getpid(), 9)", 1), ("sys.exit(3)", 0), soak("raise ValueError", 1), soak("small.ckpt.close()", 0)],
 )
-def test_what_counts_as_a_failure(tmp_path: Path, end: str, failures: int) -> None:
-    script = (
+def test_what_counts_as_a_failure(server: Server, tmp_path: Path, end: str, failures: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
         "import os, sys, pathlib; from tests.loop.test_pace import automatic, wait_for_a_note\n"
-        f"small = automatic(pathlib.Path({str(tmp_path / 'run')!r})); small.train(stop_after=30)\n"
+        "small = automatic(pathlib.Path(sys.argv[1])); small.train(stop_after=30)\n"
         "small.ckpt.save().wait(); wait_for_a_note(small)\n" + end
     )
-    environment = {**os.environ, "STEPWELL_LINGER": "0"}
-    process = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], env=environment, capture_output=True
-    )
-    assert (process.returncode == 0) == ("close" in end), process.stderr.decode()
+    trainer = start_script(server, script, tmp_path / "run", log=tmp_path / "log", STEPWELL_LINGER="0")
+    status = trainer.wait()
+    assert (status == 0) == ("close" in end), trainer.log()
     assert (read_history(tmp_path / "run" / "history.json").ended == RUNNING) == ("kill" in end)
-    assert ("kill" in end) == (process.returncode == -signal.SIGKILL)
+    assert ("kill" in end) == (status == -signal.SIGKILL)
     small = automatic(tmp_path / "run")
     assert small.ckpt.restore()
     small.train(stop_after=3)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +19,7 @@ from stepwell.errors import DataError
 from stepwell.journal import read_events
 from stepwell.store.lineage import newest_number
 from stepwell.store.paths import RunPaths
+from tests.crash.harness import Server, start_script
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -152,11 +150,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_second_try_still_finds_the_memory_of_the_first(run_dir: Path) -> None:
+def test_a_second_try_still_finds_the_memory_of_the_first(server: Server, run_dir: Path) -> None:
     """The agent of the killed trainer was adopted by a restore that was refused."""
-    environment = {**os.environ, "STEPWELL_LINGER": "30", "PYTHONPATH": str(Path(__file__).parents[2])}
-    ended = subprocess.run([sys.executable, "-c", SAVE_AND_DIE, str(run_dir)], env=environment)
-    assert ended.returncode == -signal.SIGKILL
+    script = run_dir.with_name("train.py")
+    script.write_text(SAVE_AND_DIE)
+    trainer = start_script(server, script, run_dir, log=run_dir.with_name("log"), STEPWELL_LINGER="30")
+    assert trainer.wait() == -signal.SIGKILL, trainer.log()
     training = Training(run_dir, DataLoader(Numbers(21), batch_size=4, shuffle=True))
     with pytest.raises(DataError):
         training.ckpt.restore()
@@ -234,7 +233,7 @@ def test_a_loop_that_reads_ahead_says_what_it_used(ahead: int, used: int, run_di
         for batch in itertools.islice(batches(training), count):
             seen += [int(value) for value in batch[:, 0]]
             training.update(batch)
-            training.ckpt.step()
+            training.ckpt.step(batches=1)
         training.ckpt.save().wait(30)
         training.ckpt.close()
         return seen

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ import stepwell
 from stepwell import Every, Keep, Never, RestoreError, StateError
 from stepwell.store.catalog import scan
 from stepwell.store.paths import RunPaths
+from tests.crash.harness import Server, start_script
 from tests.loop.small import Small, same
 
 
@@ -260,19 +258,19 @@ def test_host_memory_cap(cap: int | None, run_dir: Path) -> None:
     assert ("host_memory" in arena["reason"]) == (cap in (1_200_000, 200_000))
 
 
-def test_copy_of_a_run_does_not_get_the_memory_of_the_original(run_dir: Path, tmp_path: Path) -> None:
+def test_copy_of_a_run_does_not_get_the_memory_of_the_original(server: Server, run_dir: Path, tmp_path: Path) -> None:
     """Same run id, another directory: the lingering agent of the original is not its own."""
-    script = f"""
+    script = tmp_path / "train.py"
+    script.write_text("""
 import os, signal, sys
-sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
 from tests.loop.small import Small
-run = Small(Path({str(run_dir)!r}))
+run = Small(Path(sys.argv[1]))
 run.ckpt.restore()
 run.ckpt.save().wait()
 os.kill(os.getpid(), signal.SIGKILL)
-"""
-    subprocess.run([sys.executable, "-c", script], env={**os.environ, "STEPWELL_LINGER": "30"}, check=False)
+""")
+    start_script(server, script, run_dir, log=tmp_path / "log", STEPWELL_LINGER="30").wait()
     shutil.copytree(run_dir, tmp_path / "copied")
     sources = []
     for where in (tmp_path / "copied", run_dir):

@@ -84,7 +84,7 @@ def test_a_consumer_that_reads_one_batch_ahead(run_dir: Path) -> None:
             batch, ahead = ahead, next(batches, None)
             small.update(batch)
             used.append([int(value) for value in batch[:, 0]])
-            small.ckpt.step()
+            small.ckpt.step(batches=1)
             if len(used) == stop_after:
                 break
         small.ckpt.close()
@@ -175,7 +175,7 @@ def test_an_agent_that_does_not_read_does_not_stop_training(run_dir: Path, monke
     os.kill(agent, signal.SIGSTOP)
     for _ in range(400):  # thousands of bytes each: more than the socket holds
         small.update(torch.zeros(4, 8))
-        small.ckpt.step()
+        small.ckpt.step(batches=0)
         small.ckpt._client.send({"type": "make_room", "padding": "x" * 2000})
         if small.ckpt.status().agent_pid != agent:
             break
@@ -216,7 +216,7 @@ def test_an_unexpected_error_in_an_automatic_save_does_not_stop_training(
     small = Small(run_dir, {"policy": Every(steps=1)})
     small.ckpt.restore()
     small.ckpt.save().wait()
-    real = small.ckpt._snapshotter._begin_copies
+    real = small.ckpt._snapshotter._beginning._begin_copies
     failures = iter([RuntimeError("no"), RuntimeError("no"), RuntimeError("no")])
 
     def failing(*arguments: object) -> None:
@@ -224,7 +224,7 @@ def test_an_unexpected_error_in_an_automatic_save_does_not_stop_training(
             raise failure
         real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(small.ckpt._snapshotter, "_begin_copies", failing)
+    monkeypatch.setattr(small.ckpt._snapshotter._beginning, "_begin_copies", failing)
     for batch in small.ckpt.data:
         small.update(batch)
         small.ckpt.wait(30)
@@ -240,7 +240,7 @@ def test_frozen_leaves_come_with_the_next_save_when_one_could_not_begin(
     small = Small(run_dir, {"policy": Never()})
     small.model.append(torch.nn.Linear(1, 40).requires_grad_(False))
     small.ckpt.restore()
-    real = small.ckpt._snapshotter._begin_copies
+    real = small.ckpt._snapshotter._beginning._begin_copies
     failures = iter([RuntimeError("no")])
 
     def failing(*arguments: object) -> None:
@@ -248,7 +248,7 @@ def test_frozen_leaves_come_with_the_next_save_when_one_could_not_begin(
             raise failure
         real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(small.ckpt._snapshotter, "_begin_copies", failing)
+    monkeypatch.setattr(small.ckpt._snapshotter._beginning, "_begin_copies", failing)
     with pytest.raises(RuntimeError, match="no"):
         small.ckpt.save()
     assert small.ckpt.save().wait(30)

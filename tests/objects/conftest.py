@@ -60,11 +60,6 @@ def make_proxy(bucket: Bucket) -> Iterator[MakeProxy]:
 
 
 @pytest.fixture(scope="session")
-def server(rank_server: Server) -> Server:
-    return rank_server
-
-
-@pytest.fixture(scope="session")
 def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Ending:
     """How the run ends when nothing happens to it, in a directory."""
     return undisturbed(server, tmp_path_factory.mktemp("reference"))

@@ -256,6 +256,8 @@ def test_clean_and_prune(make_run: MakeRun, address: ObjectPath, monkeypatch: py
     files.put(left / "rank-00000.safetensors", b"half", point="shard")
     assert left.name in good("clean", address).out
     assert not files.is_directory(left) and len(run.good()) == 2
+    told = good("prune", address, "--dry-run").out
+    assert told.startswith("keeps the newest 2") and ", as the run does" in told
     good("prune", address, "--keep", "2")
     assert len(run.good()) == 2
     files.remove(address / "progress")  # nobody knows who worked on it, and it was written to just now

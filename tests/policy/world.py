@@ -60,9 +60,10 @@ class World:
         if found is not None:
             self.intervals.append((self.now, found.seconds))
         since = self.now - (self.triggers[-1] if self.triggers else 0.0)
-        moment = Moment(number, number, since, 0, False, self.tempo.interval())
+        moment = Moment(number, number, since, 0, False, self.tempo.interval(is_writing=bool(self._ends)))
         if len(self._ends) < 2 and self.wishes.is_due(moment):
             self.triggers.append(self.now)
+            self.tempo.begin()
             self._stall = self.stall(self.now)
             before = max([end for end, _ in self._ends], default=self.now)
             self._ends.append((before + self.durable(self.now), self.now))

@@ -66,12 +66,17 @@ def test_only_commits_past_step_0_count() -> None:
         ([("start", 1, 0), ("snapshot", 1, 10), ("snapshot", 1, 25), ("snapshot", 1, 30)], 15),
         # A restart is no gap, the way from it to the next snapshot is one.
         ([("start", 1, 0), ("snapshot", 1, 10), ("start", 2, 10), ("snapshot", 2, 22)], 12),
+        # What stays in memory is lost with an agent: it is no end of an interval.
+        ([("start", 1, 0), ("snapshot in memory", 1, 9), ("snapshot", 1, 10)], 10),
         # A late line of the old lineage does not mix with the new one.
         ([("start", 1, 0), ("snapshot", 1, 10), ("start", 2, 10), ("snapshot", 1, 12), ("snapshot", 2, 20)], 10),
     ],
 )
 def test_the_largest_interval(lines: list[tuple[str, int, int]], expected: int) -> None:
-    assert largest_interval([line(kind, lineage=lineage, step=step) for kind, lineage, step in lines]) == expected
+    events = [
+        line(kind.split()[0], lineage=lineage, step=step, durable=kind == "snapshot") for kind, lineage, step in lines
+    ]
+    assert largest_interval(events) == expected
 
 
 def test_seconds_per_step() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stepwell.prove.compare import Difference, StateComparison
+from stepwell.prove.compare import Difference, StateComparison, grouped
 from stepwell.prove.logs import LogComparison, LogDifference
 from stepwell.prove.proof import Failure, Kill, Proof, Void, as_document
 
@@ -104,6 +104,10 @@ def test_an_unseeded_generator_beside_a_difference_is_a_cause_and_not_the_first_
     assert [item.path for item in only_logs.differences] == ["stepwell/rng/numpy/1"]
 
 
+def test_a_bucket_that_was_not_used_is_told() -> None:
+    assert any("nothing is shown of the bucket" in note for note in replace(GOOD, bucket="s3://b/run").notes)
+
+
 def test_where_the_runs_part_decides_which_cause_is_likelier() -> None:
     before = replace(GOOD, states=with_differences("model/w"), logs=with_log_difference(3, 1))
     assert before.place is not None and "before the first kill, at step 3" in before.place
@@ -111,6 +115,7 @@ def test_where_the_runs_part_decides_which_cause_is_likelier() -> None:
     after = replace(GOOD, states=with_differences("model/w"), logs=with_log_difference(21, 2))
     assert after.place == "at step 21, in the attempt that resumed at step 20"
     assert after.causes[0].startswith("state that is not tracked")
+    assert any("ahead" in cause for cause in after.causes) and not any("ahead" in cause for cause in before.causes)
     missing = replace(GOOD, logs=with_log_difference(99, None))
     assert missing.place is None and missing.verdict == "different"
 
@@ -142,3 +147,32 @@ def test_the_document_says_it_all() -> None:
     assert document["first_difference"] == {"path": "model/w", "text": "differs", "is_tensor": True}
     assert document["kills"][0]["redone"] == 5
     assert as_document(Proof(asked=1, seed=0))["compared"] is None
+
+
+def value(path: str, one: object, two: object) -> Difference:
+    return Difference(path, f"is not the same (value): {one} uninterrupted, {two} killed", False)
+
+
+def test_what_differs_is_listed_by_object_with_plain_values_first() -> None:
+    """A schedule that lost a step: one line of it tells more than thirty weights."""
+    tensors = [Difference(f"model/{n}", "differs in 1 of 4 elements", True) for n in range(30)]
+    counts = [value("scheduler/last_epoch", 20, 19), value("scheduler/_step_count", 21, 20)]
+    more = [value(f"scheduler/x/{n}", 1, 2) for n in range(3)]
+    generator = Difference("stepwell/rng/torch", "differs in 9 of 9 elements", True)
+    assert grouped([*tensors, generator, *counts, *more]) == [
+        "scheduler/last_epoch 20 uninterrupted, 19 killed; scheduler/_step_count 21 uninterrupted, 20 killed; "
+        "scheduler/x/0 1 uninterrupted, 2 killed; and 2 more of scheduler",
+        "stepwell/rng/torch differs in 9 of 9 elements",
+        "model/0 differs in 1 of 4 elements; and 29 more of model",
+    ]
+    assert grouped([value("stepwell/step", 100, 110), *counts, *tensors])[0].startswith("stepwell/step 100 ")
+    assert grouped([Difference(f"net{n}/w", "differs", True) for n in range(9)])[-1] == "3 more objects"
+
+
+@pytest.mark.parametrize(
+    ("path", "cause"),
+    [("scheduler/last_epoch", "a scheduler's step"), ("stepwell/step", "batches or whole epochs"), ("seen/0", "state")],
+)
+def test_the_hint_that_fits_what_differs_comes_first(path: str, cause: str) -> None:
+    states = replace(EQUAL, differences=[Difference("model/w", "differs", True), value(path, 20, 19)])
+    assert replace(GOOD, states=states).causes[0].startswith(cause)

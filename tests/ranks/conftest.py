@@ -20,11 +20,6 @@ def soak(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.soak)
 
 
-@pytest.fixture(scope="session")
-def server(rank_server: Server) -> Server:
-    return rank_server
-
-
 @pytest.fixture
 def make_job(server: Server, tmp_path: Path) -> Iterator[MakeJob]:
     """Make jobs in this test's directory; whatever is left of them is killed afterwards."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -36,6 +37,11 @@ def options() -> argparse.Namespace:
     add("--folder")
     add("--style", default="raw", choices=["raw", "named", "flat"])
     add("--width", type=int, default=24)
+    add(
+        "--keep-plans",
+        action="store_true",
+        help="write: two checkpoints, the planner keeps its plans",
+    )
     return parser.parse_args()
 
 
@@ -55,7 +61,15 @@ def save(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Opti
     if args.task == "write":
         from stepwell.adapters.dcp_writer import StepwellWriter
 
-        dcp.save(state_of(model, optimizer, args.style), storage_writer=StepwellWriter(args.where, step=3))
+        def write(step: int) -> None:
+            planner = DefaultSavePlanner(enable_plan_caching=args.keep_plans)
+            writer = StepwellWriter(args.where, step=step)
+            dcp.save(state_of(model, optimizer, args.style), storage_writer=writer, planner=planner)
+
+        if args.keep_plans:
+            write(2)
+            train_step(model, optimizer, 3, args)
+        write(3)
     else:
         dcp.save(state_of(model, optimizer, args.style), checkpoint_id=args.folder)
     return {"saved": digest(named_tensors(model, optimizer))}

@@ -61,7 +61,7 @@ def settle(ckpt: Any, number: int) -> None:
     if together is None or together.is_alone or number not in (2, 3):
         return
     deadline = time.monotonic() + 30
-    while not (together._shares if number == 2 else ckpt._snapshotter.pool.is_ready):
+    while not (together._shared._cutters if number == 2 else ckpt._snapshotter.pool.is_ready):
         if time.monotonic() > deadline or together.is_broken:
             return
         time.sleep(0.002)

@@ -7,6 +7,9 @@ Options: steps, every, seconds, never, memory, host_memory, keep, grace    of th
          extra STEP     rank 0 alone tracks one more tensor from this step on
          frozen         the first layer is not trained
          save [STEPS]   all ranks call save() there;    named STEP: and one of these has a name
+         alone {STEP: RANK}     this rank alone calls save() there;    early: in the body, before the step is over
+         wait           and waits for it at once;    data: batches come from ckpt.data
+         other POLICY   what rank 1 was given instead, as Never() or Every(steps=7)
          unlike RANK    this rank's model has another shape
          mesh KIND      four ranks with FSDP2: `stages`, two models, each over two; `copies`, one, twice over two
          restore {}     arguments of restore();    fail RANK: its data is refused when the run is opened
@@ -15,6 +18,7 @@ Options: steps, every, seconds, never, memory, host_memory, keep, grace    of th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -74,6 +78,11 @@ def options(wishes: dict[str, Any]) -> dict[str, Any]:
         policy = stepwell.Every(seconds=wishes["seconds"])
     if wishes.get("never"):
         policy = stepwell.Never()
+    if wishes.get("auto"):
+        policy = stepwell.Auto()
+    if "other" in wishes and dist.get_rank() == 1:
+        named = {name: getattr(stepwell, name) for name in ("Auto", "Every", "Never")}
+        policy = eval(wishes["other"], named)  # of a test's own command line
     memory = stepwell.Every(steps=wishes["memory"]) if "memory" in wishes else None
     kept = {name: wishes[name] for name in ("host_memory", "keep", "grace") if name in wishes}
     return {"policy": policy, "memory": memory, "grace": None, **kept}
@@ -96,7 +105,9 @@ def main() -> None:
     model, optimizer, more = make(wishes, rank)
     torch.manual_seed(10 + rank)
     tracked = {"model": model, "optimizer": optimizer, "more": more}
-    data = {"data": Refusing()} if wishes.get("fail") == rank else {}
+    data: dict[str, Any] = {"data": Refusing()} if wishes.get("fail") == rank else {}
+    if wishes.get("data"):
+        data["data"] = torch.utils.data.DataLoader(range(400), batch_size=2)
     ckpt = stepwell.Checkpointer(where, **options(wishes), **data, **tracked)
     report: dict[str, Any] = {}
     path = Path(f"{where}.{os.environ['RANKS_LAUNCH']}.{rank}")
@@ -127,8 +138,11 @@ def train(
     more: dict[str, Any],
     report: dict[str, Any],
 ) -> None:
-    rank = dist.get_rank()
+    rank, alone = dist.get_rank(), []
+    batches = iter(ckpt.data) if wishes.get("data") else None
     for step in range(ckpt.status().step + 1, wishes.get("steps", 12) + 1):
+        if batches is not None:
+            next(batches)
         inputs = torch.randn(4, model[0].in_features)
         model(inputs).pow(2).mean().backward()
         for parameter in model.parameters():
@@ -144,13 +158,22 @@ def train(
             handle = ckpt.save(name="kept" if step == wishes.get("named") else None)
             report.setdefault("handles", []).append(handle)
         time.sleep(wishes.get("pause", 0.01))
+        is_alone = wishes.get("alone", {}).get(str(step)) == rank
+        if is_alone and wishes.get("early"):
+            alone.append(ckpt.save())
         ckpt.step()
+        if is_alone and not wishes.get("early"):
+            alone.append(ckpt.save())
+            if wishes.get("wait"):
+                with contextlib.suppress(stepwell.PersistError):  # it is in the report
+                    alone[-1].wait()
         stand_still(wishes, step, rank)
     late, _, seconds = wishes.get("late", "-1:0").partition(":")
     if int(late) == rank:
         time.sleep(float(seconds))
     handles = report.pop("handles", [])
     report["saved"] = [handle.wait(60) for handle in handles]
+    report["alone"] = [str(handle.upload_completion.exception(60)) for handle in alone]
     ckpt.close()
 
 

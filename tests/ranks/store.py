@@ -14,7 +14,13 @@ from torch.distributed import TCPStore
 
 
 def main() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore(
+        os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+    )
     with open(sys.argv[1] + ".new", "w") as file:
         file.write(str(store.port))
     os.rename(sys.argv[1] + ".new", sys.argv[1])

@@ -31,7 +31,7 @@ def walk(pace: Pace, steps: int, planned: set[int]) -> dict[int, set[str]]:
             found[step] = due
             pace.restart(step, durable="save" in due)
         if step in planned and "save" not in due:
-            pace.restart(step, durable=True, is_planned=True)
+            pace.restart(step, durable=True, is_apart=True)
     return found
 
 

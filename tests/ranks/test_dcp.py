@@ -154,6 +154,18 @@ def test_stages_of_a_pipeline_are_one_model_for_others(make_job: MakeJob, tmp_pa
 
 
 @pytest.mark.parametrize(("kind", "next_kind", "next_world"), [("fsdp", "ddp", 2), soak("ddp", "fsdp", 3)])
+def test_dcp_saves_with_plans_that_it_kept(kind: str, next_kind: str, next_world: int, make_job: MakeJob) -> None:
+    """The second save of each rank gets the plan of its first one."""
+    job = make_job("job", kind=Interchange)
+    assert isinstance(job, Interchange)
+    saved = job.do("write", kind, 4, "--keep-plans")
+    assert [entry.id.step for entry in job.good()] == [3, 2]
+    read = job.do("load", next_kind, next_world, "--style", "raw")
+    assert read["loaded"] == saved["saved"]
+    good("verify", job.where)
+
+
+@pytest.mark.parametrize(("kind", "next_kind", "next_world"), [("fsdp", "ddp", 2), soak("ddp", "fsdp", 3)])
 def test_dcp_saves_a_checkpoint_of_ours(kind: str, next_kind: str, next_world: int, make_job: MakeJob) -> None:
     """Written by 4 ranks, each tensor once; read by another number of ranks, and by every command."""
     job = make_job("job", kind=Interchange)

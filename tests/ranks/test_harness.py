@@ -88,7 +88,7 @@ def test_a_shifted_clock_and_a_stalled_disk(make_job: MakeJob, tmp_path: Path) -
     wait_for(Path(f"{stall}{STALLED}").exists, "the agent waits for its disk")
     assert job.newest_step() == 0
     stall.unlink()
-    job.wait_committed(6, launch)
+    job.wait_committed(1, launch)  # which step, depends on when memory was ready
     (tmp_path / "barrier").touch()
     launch.wait_well()
     assert {event["who"] for event in job.events()} == {"trainer", "agent"}

@@ -87,9 +87,12 @@ def test_a_disk_that_stalls_for_half_a_minute(make_job: MakeJob, straight: Strai
 
 
 def test_a_rank_whose_disk_fails_makes_the_checkpoint_void_for_all(make_job: MakeJob, straight: Straight) -> None:
-    """A write that fails once: that checkpoint comes late or never, the others come."""
+    """A write that fails once: that checkpoint comes late or never, the others come.
+
+    The first three are shard, record and summary; one of a summary alone costs nothing (`test_assemble`).
+    """
     job = make_job("job", *ARGUMENTS, "--sleep", 0.01)
-    job.launch(WORLD, each={2: {"STEPWELL_FAULT": "agent!write:EIO:3"}}).wait_well()
+    job.launch(WORLD, each={2: {"STEPWELL_FAULT": "agent!write:EIO:4"}}).wait_well()
     failed = [event for event in job.events("persist-failed") if event.get("rank") == 2]
     assert failed, "the fault was hit"
     check_agreement(job, straight(WORLD, *ARGUMENTS))

@@ -57,6 +57,7 @@ def options() -> argparse.Namespace:
     add("--sleep", type=float, default=0.0, help="seconds, the length of a step")
     add("--slow", default="0:1", help="RANK:FACTOR, a rank that sleeps longer")
     add("--stop", action="append", default=[], help="STEP:PATH, wait in this step until the file exists")
+    add("--hold", help="PATH, all ranks wait before the last epoch until the file exists")
     add("--touch", help="STEP:RANK, write into all parameters and moments in this step, before the optimizer does")
     add("--refuse", help="STEP:RANK, an object refuses to tell its state after this step")
     add("--rebuild", action="store_true", help="DDP lays its buckets out anew after the first step")
@@ -174,6 +175,17 @@ def stand_still(args: argparse.Namespace, step: int, rank: int) -> None:
                 time.sleep(0.005)
 
 
+def hold(path: str) -> None:
+    """Wait until the file exists, in a collective: a rank that dies meanwhile ends the others, as in a step."""
+    if dist.get_rank() == 0:
+        Path(f"{path}.{os.environ['RANKS_LAUNCH']}").touch()
+    is_over = torch.zeros(1)
+    while not is_over:
+        is_over[0] = os.path.exists(path)
+        dist.broadcast(is_over, 0)
+        time.sleep(0.005)
+
+
 def main() -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # so that a kill takes the workers too, as the end of a container does
@@ -232,6 +244,8 @@ def train(
     seconds = args.sleep * (float(factor) if int(slow_rank) == rank else 1.0)
     touch_step, _, touch_rank = (args.touch or "0:-1").partition(":")
     for epoch in ckpt.epochs(args.epochs):
+        if args.hold is not None and epoch == args.epochs - 1:
+            hold(args.hold)
         for batch in ckpt.data:
             used.append(ledger.of_batch(epoch, batch))
             is_last = len(used) == args.accumulate

@@ -80,3 +80,8 @@ def test_ticks_count_seconds_of_training() -> None:
     assert places[3] == 3.0
     assert places[6] == pytest.approx(axis.place(15.0))  # one second after the gap
     assert TimeAxis(0.0, []).ticks()[1][0] == "0"
+
+
+def test_what_was_dropped_of_a_long_run_is_part_of_the_story() -> None:
+    assert tell(LINES).dropped == 0
+    assert tell([line("thinned", -2.0, lineage=0, dropped={"log": 900, "snapshot": 100}), *LINES]).dropped == 1_000

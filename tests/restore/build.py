@@ -17,6 +17,7 @@ from stepwell import journal
 from stepwell.agent.client import AgentClient
 from stepwell.agent.persist import Persister
 from stepwell.agent.queue import Layout, Pending
+from stepwell.arena.channel import encode
 from stepwell.arena.memory import FROZEN, Arena, ArenaShape, whole_pages
 from stepwell.format.manifest import Manifest
 from stepwell.reopen import Reopened, load_only, reopen
@@ -86,7 +87,7 @@ class RunBuilder:
             sequence=1,
             slot=0,
             arena=arena,
-            layout=Layout.from_message(json.loads(json.dumps(plan.message()))),
+            layout=Layout.from_message(json.loads(encode(plan.message()))),
             meta=said,
         )
 

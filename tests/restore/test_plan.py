@@ -55,7 +55,7 @@ def test_what_is_never_used_and_why() -> None:
     ]
     assert order(entries) == [(1, 0)]
     said = reasons(entries)
-    assert said[5].startswith("never committed") and said[4] == "damaged: broken"
+    assert said[5].startswith("not committed") and said[4] == "damaged: broken"
     assert said[3].startswith("abandoned branch") and said[2] == lost and said[1].startswith("newest good")
 
 

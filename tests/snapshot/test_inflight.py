@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from stepwell.arena.memory import Arena, ArenaShape
+from stepwell.snapshot.between import Between
 from stepwell.snapshot.device import DeviceJob
 from stepwell.snapshot.inflight import Inflight
 
@@ -40,7 +41,9 @@ def test_the_second_job_is_not_waited_for_when_the_first_cannot_be_issued() -> N
     jobs = [job(said, True), job(said, False)]
     plan: Any = None
     inflight = Inflight(step=1, sequence=1, slot=0, arena=arena, plan=plan, strategy="overlap", jobs=jobs)
-    inflight.complete(lambda: said.append("announced"), lambda host: None, lambda settled: said.append("settled"))
+    inflight.complete(
+        lambda: said.append("announced"), lambda host: None, lambda settled: said.append("settled"), Between()
+    )
     assert all(each.issued.is_set() for each in jobs), "an optimizer may be at the gate"
     assert said == ["synchronized"] * 4 + ["settled"], "what was issued is over before the slot is free"
     assert inflight.void is not None and "no memory for a stream" in inflight.void.seen_by

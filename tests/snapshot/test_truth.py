@@ -46,7 +46,7 @@ def late(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
         inner(ckpt, number)
         if ckpt._snapshotter._inflight is not None:
             may_copy.set()  # for good: what comes after a void snapshot is taken blocking
-            ckpt._snapshotter._inflight.done.wait(30)
+            ckpt._snapshotter._inflight.copied.wait(30)
 
     return Case(case.tracked, body, case.options)
 

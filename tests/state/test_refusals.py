@@ -157,5 +157,5 @@ def test_a_real_save_refuses_and_training_goes_on(run_dir: Path) -> None:
         del state["odd"]
         ckpt.step()
         assert ckpt.save().wait(60)
-    skipped = [event for event in read_events(run_dir / "events.jsonl") if "skipped" in event["kind"]]
-    assert any("values/odd/0" in event["reason"] for event in skipped)
+    refused = [event for event in read_events(run_dir / "events.jsonl") if event["kind"] == "snapshot-refused"]
+    assert any("values/odd/0" in event["reason"] for event in refused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import pytest
 
 from stepwell.agent.persist import Persister
+from stepwell.agent.spill import Spill
 from stepwell.errors import FencedError, VoidError
+from stepwell.format.checksum import document_digest
 from stepwell.format.manifest import Void
 from stepwell.format.record import FileEntry, Record
 from stepwell.journal import EventLog
-from stepwell.store import assemble, commit, files
+from stepwell.store import assemble, catalog, commit, files
 from stepwell.store.lineage import create_next, open_run
 from stepwell.store.paths import RunPaths
-from stepwell.types import CheckpointId, Owner
+from stepwell.types import CheckpointId, Keep, Owner
 
 WORLD = 3
 
@@ -49,7 +52,7 @@ class Scene:
     def gather(self) -> list[int]:
         """The ranks that are missing, or those whose records are all there, as negative numbers."""
         found = assemble.gather(self.paths, self.id, WORLD)
-        return [item if isinstance(item, int) else -item[0].owner.rank for item in found]
+        return [item if isinstance(item, int) else -item.owner.rank for item in found]
 
 
 @pytest.fixture
@@ -63,6 +66,72 @@ def test_the_leader_waits_for_all_records(scene: Scene) -> None:
     assert scene.gather() == [1]
     scene.leave(1)
     assert scene.gather() == [0, -1, -2]
+
+
+def test_the_leader_reads_summaries_and_no_record(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record grows with the leaves. Control: where a summary is lost, or damaged, the record says the same."""
+    scene.leave(0, 1, 2)
+    loaded: list[str] = []
+    load = Record.load
+    monkeypatch.setattr(Record, "load", lambda data, *, path: loaded.append(path) or load(data, path=path))
+    expected = assemble.gather(scene.paths, scene.id, WORLD)
+    assert not loaded
+    (scene.directory / "rank-00001.summary").unlink()
+    summary = scene.directory / "rank-00002.summary"
+    summary.write_bytes(summary.read_bytes().replace(b'"rank":2', b'"rank":1'))
+    assert assemble.gather(scene.paths, scene.id, WORLD) == expected
+    assert sorted(Path(path).name for path in loaded) == ["rank-00001.json", "rank-00002.json"]
+
+
+def test_a_summary_is_that_of_the_record_that_is_there(scene: Scene) -> None:
+    """An agent died between the two, and the next one comes with another record."""
+    scene.leave(0, 1, 2)
+    (scene.directory / "rank-00001.summary").unlink()
+    assemble.leave_record(scene.paths, scene.record(1, created=2.0))
+    (scene.directory / "rank-00002.summary").unlink()
+    assert assemble.resume_record(scene.paths, scene.id, Owner(2, WORLD)) == scene.record(2)
+    for rank, summary in enumerate(assemble.gather(scene.paths, scene.id, WORLD)):
+        data = (scene.directory / f"rank-{rank:05d}.json").read_bytes()
+        assert not isinstance(summary, int)
+        assert (summary.nbytes, summary.digest, summary.created) == (len(data), document_digest(data), 1.0)
+        assert (scene.directory / f"rank-{rank:05d}.summary").exists()
+
+
+def test_a_manifest_of_summaries_names_the_records(scene: Scene) -> None:
+    scene.leave(0, 1, 2)
+    summaries = [item for item in assemble.gather(scene.paths, scene.id, WORLD) if not isinstance(item, int)]
+    manifest = assemble.make_manifest(summaries, epoch_end=True)
+    commit.publish_manifest(scene.paths, manifest)
+    found = catalog.read_manifest(scene.paths, scene.id)
+    assert found == manifest and found.epoch_end and found.nbytes == 3 * 4096
+    assert [catalog.read_record(scene.paths, found, rank) for rank in range(3)] == [
+        scene.record(rank) for rank in range(3)
+    ]
+
+
+def test_the_directory_is_durable_before_the_manifest(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 syncs it for all. A part that lies there while rank 0 has none is synced by its own rank."""
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "sync_directory", synced.append)
+    log = EventLog(scene.paths.events, who="agent")
+    how: Any = {"lineage": scene.lineage, "patience": 1.0}
+    for rank, expected in ((0, True), (1, False)):
+        persister = Persister(RunPaths(scene.paths.root, rank), log, **how)
+        pending: Any = SimpleNamespace(id=scene.id, owner=Owner(rank, WORLD), failures=0)
+        persister.open(pending)
+        assert (scene.paths.root in synced) is expected
+        synced.clear()
+    Spill(RunPaths(scene.paths.root, 1), Owner(1, WORLD), Keep(), log, **how).open(pending)
+    assert scene.paths.root in synced
+
+
+def test_a_disk_without_room_for_a_summary_takes_the_record(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(files, "put_hint", full)
+    scene.leave(0, 1, 2)
+    assert scene.gather() == [0, -1, -2] and not list(scene.directory.glob("*.summary*"))
 
 
 def test_a_record_is_never_replaced(scene: Scene) -> None:
@@ -156,8 +225,11 @@ def test_what_is_gone_was_given_up_or_is_not_needed_any_more(scene: Scene) -> No
     with pytest.raises(VoidError, match="given up and removed"):
         assemble.check_waiting(scene.paths, gone)
     assert not assemble.is_outdated(scene.paths, gone), "nothing newer is committed"
-    (scene.directory / "manifest.json").write_bytes(b"committed, as far as a look tells")
-    assert assemble.is_outdated(scene.paths, gone)
+    newer = CheckpointId(scene.id.step + 1, 0, scene.lineage)
+    for id, is_outdated in ((scene.id, False), (newer, True)):  # the newest two are never removed, so it was not whole
+        files.make_directory(scene.paths.checkpoint(id))
+        (scene.paths.checkpoint(id) / "manifest.json").write_bytes(b"committed, as far as a look tells")
+        assert assemble.is_outdated(scene.paths, gone) == is_outdated
     assert not assemble.is_outdated(scene.paths, CheckpointId(7, 0, scene.lineage)), "it is the newer one"
     assert not assemble.is_outdated(scene.paths, scene.id)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from stepwell import below
 from stepwell.errors import DamagedError, FencedError
 from stepwell.format.checksum import document_digest
 from stepwell.format.record import Record
@@ -94,15 +97,15 @@ def test_a_checkpoint_in_the_place_of_another_is_damaged(build: RunBuilder) -> N
 def test_every_file_is_durable_before_the_next_one_names_it(build: RunBuilder) -> None:
     """Shard, record, manifest: content synced, then the name, then the directory, then the next."""
     order: list[str] = []
-    real_sync, real_rename, real_link, real_dir = files.sync, os.rename, os.link, files.sync_directory
+    real_sync, real_rename, real_link, real_dir = files.sync, below.rename, below.link, files.sync_directory
 
     def kind(path: object) -> str:
         return next(word for word in ("safetensors", "manifest", "rank-00000.json") if word in str(path))
 
     with (
         mock.patch.object(files, "sync", lambda fd, path: (order.append(f"sync {kind(path)}"), real_sync(fd, path))),
-        mock.patch.object(os, "rename", lambda a, b: (order.append(f"name {kind(b)}"), real_rename(a, b))),
-        mock.patch.object(os, "link", lambda a, b: (order.append(f"name {kind(b)}"), real_link(a, b))),
+        mock.patch.object(below, "rename", lambda a, b: (order.append(f"name {kind(b)}"), real_rename(a, b))),
+        mock.patch.object(below, "link", lambda a, b: (order.append(f"name {kind(b)}"), real_link(a, b))),
         mock.patch.object(files, "sync_directory", lambda path: (order.append("directory"), real_dir(path))),
     ):
         build.write(state(1), 1)
@@ -172,3 +175,17 @@ def test_progress_is_read_while_it_is_written(tmp_path: Path) -> None:
 def test_progress_that_is_garbage_is_nothing(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "progress").write_bytes(data)
     assert read_progress(tmp_path / "progress") is None
+
+
+def test_a_file_that_goes_away_meanwhile_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+    scandir = os.scandir
+
+    def scan(fd: int) -> Any:
+        found = list(scandir(fd))
+        (tmp_path / "b").unlink(missing_ok=True)
+        return contextlib.nullcontext(found)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert sorted(files.list_facts(tmp_path)) == ["a", "c"]

@@ -24,7 +24,7 @@ def lineage(number: int, parent: int, step: int) -> Lineage:
 
 
 def history(*links: tuple[int, int, int]) -> History:
-    return History({n: lineage(n, p, s) for n, p, s in links}, max(n for n, _, _ in links))
+    return History(max(n for n, _, _ in links), {n: lineage(n, p, s) for n, p, s in links}.__getitem__)
 
 
 def live(found: History, steps: range = range(0, 60, 10)) -> dict[int, list[int]]:

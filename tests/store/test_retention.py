@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -134,3 +135,35 @@ def test_a_link_in_a_removed_checkpoint_is_removed_not_followed(tmp_path: Path) 
     (found.path / "link").symlink_to(outside)
     remove_checkpoint(found)
     assert outside.read_text() == "stays" and not found.path.exists()
+
+
+@pytest.mark.parametrize("name", ["remove", "sync_directory", "list_names", "remove_directory"])
+@pytest.mark.parametrize("has_chain", [False, True])
+def test_one_that_another_process_removes_meanwhile_is_gone(name: str, has_chain: bool, tmp_path: Path) -> None:
+    build = RunBuilder(tmp_path / "run")
+    id = build.write({"x": {"w": torch.ones(2)}}, 1)
+    (found,) = scan(build.paths)
+    chain = tmp_path / "run" / "chains" / id.directory
+    if has_chain:
+        chain.mkdir(parents=True)
+        (chain / "chain.json").touch()
+    real, calls = getattr(files, name), 0
+
+    def first_somebody_else(path: Path) -> object:
+        nonlocal calls
+        calls += 1
+        shutil.rmtree(found.path, ignore_errors=True)
+        shutil.rmtree(chain, ignore_errors=True)
+        return real(path)
+
+    with mock.patch.object(files, name, first_somebody_else):
+        remove_checkpoint(found)
+    assert calls and not found.path.exists() and not chain.exists()
+
+
+def test_what_cannot_be_removed_and_is_still_there_is_an_error(tmp_path: Path) -> None:
+    build = RunBuilder(tmp_path / "run")
+    build.write({"x": 1}, 1)
+    (found,) = scan(build.paths)
+    with mock.patch.object(files, "remove_directory", side_effect=FileNotFoundError), pytest.raises(FileNotFoundError):
+        remove_checkpoint(found)

@@ -11,25 +11,34 @@ that returned. So the iterator counts for itself, tells the Checkpointer with `s
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import builtins
 import enum
+import os
+import sys
 import time
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import stepwell
-from stepwell.adapters.checkfreq_iterator import CFIterator
+from stepwell.adapters.checkfreq_iterator import CFIterator, public
+from stepwell.adapters.checkfreq_saved import BESIDE, Beside, CFCheckpoint
 from stepwell.adapters.generators import Generators
+from stepwell.adapters.moment import Moment
+from stepwell.adapters.world import agree_on, this_rank
+from stepwell.events import logger
 
-__all__ = ["CFCheckpoint", "CFIterator", "CFManager", "CFMode"]
+if TYPE_CHECKING:
+    from stepwell import LC, Deltas, Every, Node, Shared
 
-_BESIDE = "checkfreq"
-"""The name under which the manager's own values are tracked."""
+__all__ = ["CFCheckpoint", "CFIterator", "CFManager", "CFMode", "enumerate"]
+
 _ALL = 10**9
 _OVERHEAD = 0.05
+_COPY_SECONDS = 600.0
 """What the original's max_overhead=5 means; assumed by a restore() that comes before the CFIterator."""
 _PREFIX = "model_v_"
 
@@ -41,67 +50,16 @@ class CFMode(enum.Enum):
     AUTO = 1
 
 
-class CFCheckpoint:
-    """What is to be saved: every argument with a `state_dict`, under the name it is given."""
+class enumerate(builtins.enumerate[Any]):
+    """Python's own, but over a CFIterator that goes on in mid-epoch it counts on from the batches that were done.
 
-    def __init__(self, **kwargs: Any) -> None:
-        self.tracking_map: dict[str, Any] = {}
-        for name, target in kwargs.items():
-            if callable(getattr(target, "state_dict", None)):
-                self.tracking_map[name] = target
-            else:
-                warnings.warn(
-                    f"CFCheckpoint({name}=...): a {type(target).__qualname__} has no state_dict and is not saved; give "
-                    "it one, or pass its value to save(additional_snapshot=...)",
-                    stacklevel=2,
-                )
-        self.num_tracking = len(self.tracking_map)
-        if not self.tracking_map:
-            raise stepwell.ConfigError("CFCheckpoint: none of the arguments has a state_dict; pass model=, optimizer=")
-        if _BESIDE in self.tracking_map:
-            raise stepwell.ConfigError(f"CFCheckpoint: the name {_BESIDE!r} is taken; pick another one", name=_BESIDE)
+    For scripts that compute the learning rate from the loop's counter, as the original's example does.
+    """
 
-    @property
-    def optimizers(self) -> dict[str, Any]:
-        """What can be stepped: schedulers step too, but have no parameters of their own."""
-        found = self.tracking_map.items()
-        return {name: one for name, one in found if hasattr(one, "param_groups") and callable(getattr(one, "step", 0))}
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether the Checkpointer sees the steps by itself: it hooks torch's optimizers only."""
-        return any(isinstance(one, torch.optim.Optimizer) for one in self.optimizers.values())
-
-
-class _Beside:
-    """What is saved beside the tracked objects. Asked while a snapshot is taken, so it is of the same moment."""
-
-    def __init__(self) -> None:
-        self.manager: CFManager | None = None
-        self.given: dict[str, Any] | None = None
-        self.position: dict[str, Any] | None = None
-        self.ends: dict[int, int] = {}
-        self._ending: int | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """As it is saved: the user's map, the position in the data, and at which step each epoch ended."""
-        position = self.position if self.manager is None else self.manager.ask_position(self.position)
-        if self._ending is not None and self.manager is not None:
-            self.ends[self._ending] = self.manager.step
-        return {"given": self.given, "position": position, "ends": dict(self.ends)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what was saved."""
-        self.given, self.position, self.ends = state["given"], state["position"], dict(state["ends"])
-
-    @contextlib.contextmanager
-    def during(self, given: dict[str, Any] | None, ending: int | None) -> Iterator[None]:
-        """A save that somebody asked for; what was given with it belongs to this checkpoint only."""
-        self.given, self._ending = given, ending
-        try:
-            yield
-        finally:
-            self.given, self._ending = None, None
+    def __new__(cls, iterable: Iterable[Any], start: int = 0) -> enumerate:
+        """As Python's."""
+        done = iterable.count_from() if isinstance(iterable, CFIterator) else 0
+        return super().__new__(cls, iterable, start + done)
 
 
 class CFManager:
@@ -118,11 +76,16 @@ class CFManager:
         overwrite: bool = True,
         mode: CFMode = CFMode.AUTO,
         chk_prefix: str = _PREFIX,
+        *,
+        memory: Every | None = None,
+        levels: Sequence[Node | Shared] | None = None,
+        deltas: LC | Deltas | None = None,
     ) -> None:
         """As the original, except that
 
         overwrite:   True keeps the newest two (the newest may turn out damaged), not one; False keeps all
         chk_prefix:  has no effect: checkpoints are directories named by their step
+        memory, levels, deltas:  new, as `stepwell.Checkpointer` has them
         """
         if not isinstance(chk, CFCheckpoint):
             raise stepwell.ConfigError(
@@ -134,7 +97,14 @@ class CFManager:
             )
         self.chk_dir, self.chk, self.mode = chk_dir, chk, mode
         self.overwrite, self.keep_epoch_chk = overwrite, keep_epoch_chk or not overwrite
-        self._beside = _Beside()
+        self._beside = Beside()
+        self._stages: dict[str, Any] = {"memory": memory, "levels": levels, "deltas": deltas}
+        self._ranks = this_rank().world_size
+        self.updates = 0
+        """Steps of tracked optimizers that this process made."""
+        for one in chk.optimizers.values():
+            if isinstance(one, torch.optim.Optimizer):
+                one.register_step_post_hook(self._note_update)
         self._ckpt: stepwell.Checkpointer | None = None
         self._iterator: CFIterator | None = None
         self._generators: Generators | None = None
@@ -142,6 +112,8 @@ class CFManager:
         self._is_restored = self._is_resumed = False
         self.seed: int | None = None
         self._said_idle = False
+        self._pid = os.getpid()
+        """A forked child ends nothing."""
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -162,16 +134,23 @@ class CFManager:
         told, position = self._beside.given, self._beside.position
         self._beside.given = None
         self.seed = None if position is None else position["seed"]
+        if position is not None and public(position)["epoch"] != position["epoch"]:
+            logger.warning(
+                "going on with epoch %d: this was saved after the last batch of epoch %d, and what follows the loop of "
+                "that epoch (validation, a schedule) is not run again",
+                position["epoch"] + 1,
+                position["epoch"],
+            )
         self._generators = Generators()
         if self._iterator is not None:
             self._resume(self._iterator)
-        return told if told is not None else _public(position)
+        return told if told is not None or position is None else dict(public(position))
 
     def _end_of(self, epoch: int) -> int | None:
         """The step at which this many epochs were done; None if there is no checkpoint at all."""
-        peek = _Beside()
-        with stepwell.Checkpointer(self.chk_dir, policy=stepwell.Never(), track={_BESIDE: peek}) as reader:
-            if not reader.restore(only=_BESIDE):
+        peek = Beside()
+        with stepwell.Checkpointer(self.chk_dir, policy=stepwell.Never(), track={BESIDE: peek}) as reader:
+            if not reader.restore(only=BESIDE):
                 return None
         if epoch not in peek.ends:
             known = ", ".join(str(number) for number in sorted(peek.ends)) or "none"
@@ -193,8 +172,10 @@ class CFManager:
                 self.chk_dir,
                 policy=self._policy(),
                 keep=2 if self.overwrite else _ALL,
-                track={**self.chk.tracking_map, _BESIDE: self._beside},
+                track={**self.chk.tracking_map, BESIDE: self._beside},
+                **self._stages,
             )
+            self._ckpt.data.is_placed_elsewhere = True
         return self._ckpt
 
     def _policy(self) -> Any:
@@ -208,6 +189,8 @@ class CFManager:
 
     def attach(self, iterator: CFIterator) -> None:
         """An iterator belongs to this manager from now on; the first one after a restore goes to its position."""
+        if self._iterator is not None:
+            self._iterator.end_tail()
         is_first, self._iterator = self._iterator is None, iterator
         wanted = (iterator.frequency, iterator.overhead)
         if self._ckpt is not None and self.mode is CFMode.AUTO and wanted != self._opened_for:
@@ -257,6 +240,7 @@ class CFManager:
         else:
             with ckpt.updating():
                 optimizer.step()
+            self.updates += 1
         if self._iterator is None:
             self._count_alone(ckpt)
 
@@ -296,7 +280,7 @@ class CFManager:
             handle = ckpt.save(name=name)
         seconds = time.monotonic() - started
         if profile_snap:
-            handle.staging_completion.result()
+            handle.staging_completion.result(_COPY_SECONDS)
             return time.monotonic() - started, 0.0
         if synchronous or profile_full:
             handle.wait()
@@ -335,16 +319,36 @@ class CFManager:
         return sum(_tensor_bytes(target.state_dict()) for target in self.chk.tracking_map.values()) / (1 << 20)
 
     def close(self) -> None:
-        """Wait until everything is durable and end the agent; the interpreter's exit does it too."""
+        """Save the end of an epoch that nothing followed, wait until everything is durable, end the agent.
+
+        The interpreter's exit does it too.
+        """
+        atexit.unregister(self._at_exit)
         if self._ckpt is not None:
+            if self._iterator is not None:
+                self._iterator.end_tail(is_last=True)
             self._ckpt.close(save=False)
 
+    def _at_exit(self) -> None:
+        """Before the Checkpointer's own: after an exception the state may be half changed, and is not saved."""
+        if os.getpid() == self._pid and getattr(sys, "last_type", None) is None and self._iterator is not None:
+            self._iterator.end_tail(is_last=True)
 
-def _public(position: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The original's four values."""
-    return (
-        None if position is None else {key: position[key] for key in ("iter", "steps_so_far", "start_index", "epoch")}
-    )
+    def note_end(self) -> Moment:
+        """An epoch has ended. If nothing follows, the interpreter's exit saves it, before the Checkpointer's own."""
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
+        return Moment(self.chk.tracking_map.values())
+
+    def has_changed(self, before: Moment, epoch: int | None) -> bool:
+        """Whether anything that is saved is not as it was. Many ranks: rank 0 says it for all; at the end, yes."""
+        if self._ranks > 1 and epoch is None:
+            return True
+        is_other = before != Moment(self.chk.tracking_map.values())
+        return bool(agree_on(int(is_other), f"checkfreq/tail/{epoch}"))
+
+    def _note_update(self, *_: Any) -> None:
+        self.updates += 1
 
 
 def _tensor_bytes(value: Any) -> int:

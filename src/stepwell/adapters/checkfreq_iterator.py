@@ -2,11 +2,13 @@
 
 Owns:    the position in the data and its form in a checkpoint, and the saves that MANUAL mode and epoch ends ask for.
 Not:     files and frequencies (the manager, and through it the Checkpointer).
-Holds:   a checkpoint's position is that of its last step: batches that were delivered and not used do not count; the
-         end of an epoch is saved as "nothing left", so that a resume runs what follows the loop.
+Holds:   a checkpoint's position is that of its last step: batches that were delivered and not used do not count. The
+         end of an epoch is saved before what follows the loop (validation, a schedule), and once more when the next
+         epoch begins, or the run ends, if that changed anything.
 
-A torch DataLoader (map-style) and a list of batches begin anywhere. Any other iterable, a DALI iterator for instance,
-is counted only, and has to begin where `restore()` said; where nothing is left of an epoch, at the next one.
+A torch DataLoader (map-style) and a list of batches begin anywhere, also where nothing is left: then a resume runs what
+follows the loop. Any other iterable, a DALI iterator for instance, is counted only, and has to begin where `restore()`
+said: at the next epoch, as the original's. Only the iterable itself decides when its epoch is over.
 """
 
 from __future__ import annotations
@@ -22,18 +24,25 @@ import torch
 from torch.utils.data import DataLoader
 
 import stepwell
+from stepwell.adapters.checkfreq_size import batch_size, has_read_all, whole_size
 from stepwell.adapters.generators import Generators
+from stepwell.adapters.moment import Moment
+from stepwell.adapters.warned import warn
 from stepwell.adapters.world import agree_on, this_rank
 from stepwell.data.choose import make_source
 from stepwell.data.cursor import Cursor
 from stepwell.data.source import LoaderSource, SequenceSource
-from stepwell.events import Event
+from stepwell.events import logger
 
 if TYPE_CHECKING:
     from stepwell.adapters.checkfreq import CFManager
 
 
 _NOTHING: Any = object()
+_COUNTERS = (
+    "going on at batch {batch} of epoch {epoch}: enumerate() in the loop counts from 0 again, and a learning rate that "
+    "is computed from it is another one; `from stepwell.adapters.checkfreq import enumerate` counts from {batch}"
+)
 
 
 class _At(NamedTuple):
@@ -76,11 +85,12 @@ class CFIterator:
         _check(dataloader, worker_id, chk_freq, cf_manager, persist)
         self._dataloader, self._manager = dataloader, cf_manager
         self._is_seekable = isinstance(dataloader, DataLoader | Sequence)
-        self._batch_size = _batch_size(dataloader, bs)
+        self._batch_size = batch_size(dataloader, bs)
         self._source: LoaderSource | SequenceSource | None = None
         self._steps_to_run, self._steps_this_run = steps_to_run, 0
         self._since_save = 0
         self._exit = False
+        self._updates = 0
         self.frequency, self.overhead = chk_freq, max_overhead / 100
         samples = steps_this_epoch * self._batch_size * getattr(getattr(dataloader, "sampler", None), "num_replicas", 1)
         self._at = _At(epoch, steps_this_epoch, samples, epoch * (self._batches_of_epoch() or 0) + steps_this_epoch)
@@ -88,8 +98,11 @@ class CFIterator:
         self._used, self._used_step = self._at, 0
         self._generators: Generators | None = None
         self._batches: Iterator[Any] | None = None
-        self._is_delivered = self._is_exhausted = self._is_untouched = False
+        self._is_delivered = self._is_exhausted = False
         self._is_end_saved = True
+        self._tail: Moment | None = None
+        self._is_size_right = True
+        self._resumed_at = 0
         if cf_manager is not None:
             cf_manager.attach(self)
 
@@ -114,16 +127,15 @@ class CFIterator:
 
     def _go(self, at: _At) -> None:
         self._at = self._used = at
-        self._batches, self._is_delivered, self._is_end_saved = None, False, True
+        self._batches, self._is_delivered, self._is_end_saved, self._tail = None, False, True, None
 
     def resume(self, position: dict[str, Any] | None, step: int, generators: Generators | None) -> None:
         """The manager restored this position, of this step."""
         self._generators, self._used_step = generators, step
         if position is None:
             return
-        restored = _At(position["epoch"], position["iter"], position["start_index"], position["steps_so_far"])
-        self._restored = restored
-        self._is_untouched = self._is_exhausted = not self._is_seekable and position["ended"]
+        self._restored = restored = _At(**public(position))
+        self._resumed_at = restored.iter
         if self._is_seekable:
             self._check_drift(position)
             if self._at[:2] not in ((0, 0), restored[:2]):
@@ -148,7 +160,13 @@ class CFIterator:
         at, source = self._used, self._source
         order = {"order": source.order, "length": source.length()} if source else {"order": None, "length": None}
         seed = None if self._manager is None else self._manager.seed
-        return {**at._asdict(), **order, "seed": seed, "ended": at == self._at and self._is_over()}
+        ended = at == self._at and self._is_over()
+        return {**at._asdict(), **order, "seed": seed, "ended": ended, "seekable": self._is_seekable}
+
+    def count_from(self) -> int:
+        """Where a counter of the loop's own has to begin: batches of this epoch that came before. `enumerate` asks."""
+        self._resumed_at = 0
+        return self._at.iter
 
     def _mark(self) -> None:
         """If there was a step since the last look, it has used everything delivered."""
@@ -164,7 +182,7 @@ class CFIterator:
         if self._source is None:
             known = None if self._manager is None else self._manager.seed
             seed = agree_on(torch.initial_seed(), "checkfreq/seed") if known is None else known
-            source = make_source(self._dataloader, seed, emit=_warn, owner=this_rank())
+            source = make_source(self._dataloader, seed, emit=warn, owner=this_rank())
             if not isinstance(source, LoaderSource | SequenceSource):
                 raise stepwell.DataError(
                     f"CFIterator: a {type(self._dataloader).__qualname__} keeps its own position, which CheckFreq's "
@@ -201,8 +219,11 @@ class CFIterator:
         assert self._batches is not None
         batch = self._look_ahead()
         self._end_iteration()
+        self.end_tail()
         if 0 <= self._steps_to_run <= self._steps_this_run:
             self._exit = True
+            if self._is_over():
+                self._end_epoch()
             raise StopIteration
         if self._generators is not None:  # after `iter`, before anything of the batch is drawn
             self._generators.set()
@@ -212,16 +233,24 @@ class CFIterator:
         if batch is _NOTHING:
             self._end_epoch()
             raise StopIteration
+        if self._resumed_at:
+            logger.info(_COUNTERS.format(batch=self._resumed_at, epoch=self._at.epoch))
+            self._resumed_at = 0
         self._count()
         return batch
 
     def _look_ahead(self) -> Any:
-        """Fetch early what does not say how long it is: a checkpoint has to know whether anything is left."""
+        """Fetch early where the epoch may be over: a checkpoint has to know whether anything is left.
+
+        What an iterable says of its size is a hint. It is not believed where a batch would be lost.
+        """
         assert self._batches is not None
-        if self._is_seekable or self._batches_of_epoch() is not None or self._is_exhausted:
+        is_going_on = self._is_size_right and self._batches_of_epoch() is not None and not self._seems_over()
+        if self._is_seekable or self._is_exhausted or is_going_on:
             return _NOTHING
         batch = next(self._batches, _NOTHING)
         self._is_exhausted = batch is _NOTHING
+        self._is_size_right = self._is_size_right and (self._is_exhausted or not self._seems_over())
         return batch
 
     def _count(self) -> None:
@@ -233,21 +262,25 @@ class CFIterator:
         self._at = _At(at.epoch, at.iter + 1, samples, at.steps_so_far + 1)
         self._steps_this_run += 1
         self._since_save += 1
-        self._is_delivered, self._is_end_saved, self._is_untouched = True, False, False
+        self._is_delivered, self._is_end_saved = True, False
+        self._updates = 0 if self._manager is None else self._manager.updates
 
     def _is_over(self) -> bool:
         """Whether nothing is left of the epoch, as far as that is known."""
         if self._source is not None:
             return self._source.is_over(Cursor(self._at.epoch, self._at.iter, self._at.start_index))
+        return self._is_exhausted or (self._is_size_right and not self._is_seekable and self._seems_over())
+
+    def _seems_over(self) -> bool:
         batches = self._batches_of_epoch()
-        return self._is_exhausted or (batches is not None and self._at.iter >= batches)
+        return has_read_all(self._dataloader) or (batches is not None and self._at.iter >= batches)
 
     def _batches_of_epoch(self) -> int | None:
         if self._is_seekable:
             with contextlib.suppress(TypeError):  # a sampler that does not say how long it is
                 return len(self._dataloader)
             return None
-        size = getattr(self._dataloader, "_size", -1)
+        size = whole_size(self._dataloader)
         return math.ceil(size / self._batch_size) if size > 0 else None
 
     # -- the ends -----------------------------------------------------------------------------------------------------
@@ -274,6 +307,24 @@ class CFIterator:
             samples = self._source.following(Cursor(at.epoch, at.iter, at.start_index)).samples
         self._go(_At(at.epoch + 1, 0, samples, at.steps_so_far))
         self._since_save, self._is_exhausted = 0, False
+        if self._manager is not None and at.iter > 0:
+            self._tail = self._manager.note_end()
+
+    def end_tail(self, *, is_last: bool = False) -> None:
+        """What followed the loop of an epoch is over: the next epoch begins, or (is_last) the run ends."""
+        if self._tail is None or self._manager is None:
+            return
+        if self._has_gradient:
+            return  # after the next step it is in the weights
+        before, self._tail = self._tail, None
+        if self._manager.has_changed(before, None if is_last else self._at.epoch):
+            self._save_surely(synchronous=self._is_manual)
+
+    @property
+    def _has_gradient(self) -> bool:
+        """Whether no step followed the last batch: its gradient is not in the weights yet."""
+        manager = self._manager
+        return manager is not None and manager.chk.is_hooked and manager.updates == self._updates
 
     @property
     def _is_manual(self) -> bool:
@@ -281,7 +332,8 @@ class CFIterator:
 
     def _save_end(self) -> None:
         self._is_end_saved = True
-        self._save_surely(synchronous=self._is_manual, is_epoch=True, epoch=self._at.epoch + 1)
+        is_synchronous = self._is_manual and not self._has_gradient  # else it is taken after the gradient's step
+        self._save_surely(synchronous=is_synchronous, is_epoch=True, epoch=self._at.epoch + 1)
 
     def _save_surely(self, **options: Any) -> None:
         """Training goes on when a checkpoint fails; the next one is tried."""
@@ -293,8 +345,8 @@ class CFIterator:
             warnings.warn(f"no checkpoint at step {self._manager.step}: {error}. Training goes on", stacklevel=4)
 
     def reset(self) -> None:
-        """Ready for the next epoch. An iterator of which nothing was left at a resume stands there already."""
-        if hasattr(self._dataloader, "reset") and not self._is_untouched:
+        """Ready for the next epoch."""
+        if hasattr(self._dataloader, "reset"):
             self._dataloader.reset()
 
     @property
@@ -307,7 +359,7 @@ class CFIterator:
         """Samples of an epoch, as the original's scripts ask for it."""
         source = self._open_source() if self._is_seekable else None
         if source is None:
-            return int(self._dataloader._size)
+            return int(whole_size(self._dataloader))
         return source.length() or len(self._dataloader) * self._batch_size
 
     def __len__(self) -> int:
@@ -334,10 +386,12 @@ def _check(dataloader: Any, worker_id: int, chk_freq: int, manager: Any, persist
         warnings.warn("persist=False has no effect: every checkpoint is synced to the disk", stacklevel=3)
 
 
-def _warn(event: Event) -> None:
-    warnings.warn(event.text(), stacklevel=5)
+def public(position: dict[str, Any]) -> dict[str, int]:
+    """The original's four values. Where nothing is left: the next epoch, as there.
 
-
-def _batch_size(dataloader: Any, bs: int) -> int:
-    own = getattr(dataloader, "batch_size", None)
-    return own if isinstance(own, int) and own > 0 else bs
+    A loader that can begin anywhere ends its epoch once more instead, so that what follows the loop runs.
+    """
+    found = {key: position[key] for key in _At._fields}
+    if position["ended"] and not position.get("seekable", position["length"] is not None):
+        found |= {"epoch": found["epoch"] + 1, "iter": 0, "start_index": 0}
+    return found

@@ -5,14 +5,16 @@
 Owns:    which of DCP's write items is which tensor of the state; its planner says who stores what.
 Not:     files and commit (interchange.writing).
 Holds:   nothing is pickled: plain values are stored as in every checkpoint, what cannot be is refused with its path.
-         A save that fails on any rank leaves no checkpoint.
+         A save that fails on any rank leaves no checkpoint. A planner that keeps its plans (enable_plan_caching) hands
+         out an earlier save's again, with that save's ticket: the ticket of this one is then found beside the plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from stepwell import ConfigError, Keep
+from stepwell.adapters.world import forget, hear, tell
 from stepwell.interchange.writing import Owner, Ticket, begin, finish, write_part
 
 __all__ = ["StepwellWriter"]
@@ -36,6 +39,9 @@ class StepwellWriter(StorageWriter):
     data: an epoch begins anew. A Checkpointer that works on the run at the same time loses it.
     """
 
+    _saves: ClassVar[int] = 0
+    """Of this process; all ranks of a save count alike."""
+
     def __init__(self, run: str | os.PathLike[str], step: int, *, keep: int | Keep = 2) -> None:
         if type(step) is not int or step < 0:
             raise ConfigError(f"step={step!r}: give the number of the step that is saved", found=step)
@@ -43,6 +49,7 @@ class StepwellWriter(StorageWriter):
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self._ticket: Ticket | None = None
         self._world_size = 1
+        self._number = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new save begins; `checkpoint_id`: in the run in that place."""
@@ -51,7 +58,9 @@ class StepwellWriter(StorageWriter):
         self._ticket = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the run is opened when all ranks have planned."""
+        """Count: the run is opened when all ranks have planned."""
+        StepwellWriter._saves += 1
+        self._number = StepwellWriter._saves
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As the planner made it."""
@@ -59,12 +68,23 @@ class StepwellWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """One rank opens the run for all. Raises ConfigError."""
-        self._ticket, self._world_size = begin(self._run, self._step), len(plans)
-        told = dataclasses.asdict(self._ticket)
+        self._ticket, self._world_size = begin(self._run, self._step, self._keep), len(plans)
+        ticket = dataclasses.asdict(self._ticket)
+        if len(plans) > 1 and not all(plan.usable for plan in plans):
+            tell(json.dumps(ticket), _name(self._number))
+        told = {"ticket": ticket, "save": self._number}
         return [
-            dataclasses.replace(plan, storage_data={"ticket": told, "owner": (rank, len(plans))})
+            dataclasses.replace(plan, storage_data={**told, "owner": (rank, len(plans))})
             for rank, plan in enumerate(plans)
         ]
+
+    def _find_ticket(self, plan: SavePlan) -> Ticket:
+        """Of this save; the plan may be that of an earlier one."""
+        if self._ticket is not None:
+            return self._ticket
+        if plan.storage_data["save"] == self._number:
+            return Ticket(**plan.storage_data["ticket"])
+        return Ticket(**json.loads(hear(_name(self._number))))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part. Returns when it is durable. Raises StateError for what cannot be stored."""
@@ -75,7 +95,7 @@ class StepwellWriter(StorageWriter):
         paths = {key: mappings.get(key, (key,)) for key in flat}
         stored = {tuple(map(str, paths[item.index.fqn])) for item in plan.items if item.type != WriteItemType.BYTE_IO}
         state = unflatten_state_dict(flat, paths)
-        write_part(Ticket(**plan.storage_data["ticket"]), Owner(*plan.storage_data["owner"]), _numbered(state), stored)
+        write_part(self._find_ticket(plan), Owner(*plan.storage_data["owner"]), _numbered(state), stored)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, 0, None) for item in plan.items])
         return done
@@ -83,12 +103,18 @@ class StepwellWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """All ranks have written: commit, then retention."""
         assert self._ticket is not None
+        if self._world_size > 1:
+            forget(_name(self._number))
         finish(self._ticket, self._world_size, self._keep)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Any directory or address may become a run."""
         return True
+
+
+def _name(number: int) -> str:
+    return f"dcp/ticket/{number}"
 
 
 def _numbered(state: Any) -> Any:

@@ -1,7 +1,8 @@
 """The trainer's end of the agent: start it, tell it, listen to it, replace it when it dies.
 
 Owns:    the child process, the socket, one listening thread, and what must be said again to a new agent.
-Holds:   no call here waits for the disk; a dead agent is replaced and told of every snapshot that is not durable;
+Holds:   no call here waits for the disk; an agent that is dead or stuck is replaced, and told of every snapshot that is
+         not durable; no call waits for that either;
          the agent is started with exec, so it never imports the user's script.
 """
 
@@ -10,26 +11,25 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Final
 
 from stepwell import events, journal
-from stepwell.agent.offer import PROTOCOL
-from stepwell.arena.channel import Channel, Message, connect, find_agents, is_stopped
+from stepwell.agent.deaths import AgentsFail, Deaths, given_up, void_of
+from stepwell.agent.start import Process, end_process, has_died, leave_process, start_process
+from stepwell.arena.channel import Channel, Message
 from stepwell.errors import AgentError
 
-_BOOT: Final = (
-    "import sys; sys.path[:0] = sys.argv[2:]; del sys.argv[2:]; from stepwell.agent.process import main; main()"
-)
-_MAX_DEATHS_PER_MINUTE: Final = 5
 _START_TRIES: Final = 5
-_END_SECONDS: Final = 5.0
+_START_SECONDS, _END_SECONDS = 30.0, 5.0
+_SLICE_SECONDS: Final = 0.5
+"""How often the listener looks whether the agent is still there, and whether it is still wanted itself."""
+_SILENT_SECONDS, _LEAST_SILENT_SECONDS = 120.0, 5.0
+"""An agent that answers nothing for so long is taken for stuck; less than the one only while the run ends."""
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.2, 30.0
 
 
 class AgentClient:
@@ -41,7 +41,7 @@ class AgentClient:
         self._hello: Message = {}
         self._serving: tuple[Message, int] | None = None
         self._served: Channel | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._channel: Channel | None = None
         self._lock = threading.RLock()
         self._arenas: dict[int, tuple[Message, int]] = {}
@@ -50,9 +50,12 @@ class AgentClient:
         self._voids: dict[tuple[int, int], Message] = {}
         self._closing: Message | None = None
         self._ended = threading.Event()
-        self._is_started = False
+        self._hurried = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.is_started = self._is_greeted = self._is_hurried = self._is_over = False
+        self._silent_seconds = _SILENT_SECONDS
         self.offer: tuple[Message, list[int]] | None = None
-        self._deaths: list[float] = []
+        self._deaths = Deaths()
         self.pid = 0
 
     def start(self, hello: Message) -> None:
@@ -74,8 +77,9 @@ class AgentClient:
             for fd in self.offer[1]:
                 os.close(fd)
             self.offer = None
-        self._is_started = True
-        threading.Thread(target=self._listen, daemon=True, name="stepwell-agent-client").start()
+        self.is_started = self._is_greeted = True
+        self._thread = threading.Thread(target=self._listen, daemon=True, name="stepwell-agent-client")
+        self._thread.start()
 
     def launch(self) -> None:
         """Let an agent start while this process reads, unless one was adopted. `start` greets it, or tries again."""
@@ -102,7 +106,7 @@ class AgentClient:
         try:
             yield
         except BaseException:
-            if self._process is not None and not self._is_started:
+            if self._process is not None and not self.is_started:
                 self._process.kill()  # it holds nothing yet
                 self.give_up()
             raise
@@ -113,52 +117,36 @@ class AgentClient:
         self.offer = (offer, fds)
 
     def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-I", "-S", "-c", _BOOT, str(theirs.fileno()), *_import_path()]
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                cwd="/",
-            )
-        except OSError as error:
-            ours.close()
-            raise AgentError(f"the agent process could not be started: {error}", command=command[0]) from error
-        finally:
-            theirs.close()
-        self._channel, self.pid = Channel(ours), self._process.pid
+        self._process, self._channel = start_process()
+        self.pid = self._process.pid
 
     def _greet(self) -> None:
-        assert self._channel is not None
-        self._channel.socket.settimeout(30.0)
+        channel, deadline = self._channel, time.monotonic() + _START_SECONDS
+        assert channel is not None
         try:
-            self._say_serve(self._channel)
-            self._channel.send(self._hello)
-            answer = self._channel.receive()
-            while answer is not None and answer[0]["type"] != "ready":
-                answer = self._channel.receive()  # an adopted agent may still have told of its old trainer's snapshots
+            self._say_serve(channel)
+            channel.send(self._hello)
+            answer = None
+            while answer is None or answer["type"] != "ready":
+                answer = channel.next_buffered()  # an adopted one may still have told of its old trainer's snapshots
+                if answer is not None:
+                    continue
+                if not channel.has_news(deadline - time.monotonic()):
+                    raise TimeoutError(f"not within {_START_SECONDS:.0f} s")
+                if not channel.fill():
+                    raise BrokenPipeError
         except OSError as error:
-            raise AgentError(f"the agent (process {self.pid}) does not answer: {error}", pid=self.pid) from error
-        if answer is None:
-            raise AgentError(f"the agent (process {self.pid}) ended at once; its error is above", pid=self.pid)
-        self._channel.socket.settimeout(None)
+            has_ended = isinstance(error, (BrokenPipeError, ConnectionResetError))
+            how = "ended at once; its error is above" if has_ended else f"does not answer: {error}"
+            raise AgentError(f"the agent (process {self.pid}) {how}", pid=self.pid) from error
 
     def give_up(self) -> str:
-        """Be rid of an agent that ended or does not answer. Returns how it ended."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        if self._process is None:
-            return "gone"
-        try:
-            status = self._process.wait(timeout=_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
-        return f"exit status {status}"
+        """Be rid of an agent that ended or does not answer. Returns how it ended. Raises AgentError if it has not."""
+        with self._lock:
+            channel, self._channel, self._is_greeted = self._channel, None, False
+        if channel is not None:
+            channel.close()
+        return end_process(self._process, self.pid, _END_SECONDS)
 
     # -- saying things ------------------------------------------------------------------------------------------------
 
@@ -195,13 +183,9 @@ class AgentClient:
         """Announce a snapshot whose bytes are about to arrive in the arena, in the place of what its slot held."""
         place = message["generation"], message["slot"]
         with self._lock:
-            gone = [
-                number
-                for number, begun in self._begun.items()
-                if (begun["generation"], begun["slot"]) == place and not begun.get("written")
-            ]
-            for number in gone:
-                del self._begun[number]
+            for number, begun in list(self._begun.items()):
+                if (begun["generation"], begun["slot"]) == place and not begun.get("written"):
+                    del self._begun[number]
             self._begun[message["sequence"]] = message
             self._send(message)
 
@@ -222,52 +206,91 @@ class AgentClient:
             self._send(message)
 
     def _send(self, message: Message, fds: list[int] | None = None) -> None:
-        if self._channel is None:
-            return
+        if self._channel is None or not self._is_greeted:
+            return  # there will be another one, which is told what matters
         try:
             self._channel.send(message, fds)
         except TimeoutError:
-            events.logger.warning("the agent (process %d) does not read any more; it is replaced", self.pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            self._kill("does not read any more")
         except OSError:
             pass  # the listener sees the death and repeats all that matters
 
     # -- listening ----------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        while True:
-            channel = self._channel
-            received = None
-            if channel is not None:
-                with contextlib.suppress(OSError):
-                    received = channel.receive()
-            if received is None:
-                is_done = self._closing is not None and not self._begun and not self._voids
-                if is_done or not self._replace():
-                    self._ended.set()
-                    return
-                continue
-            message = received[0]
-            if message["type"] in ("gives_up", "voided"):
-                self._note_void(message)
-                continue
-            sequence: int = message.get("sequence", 0)
-            if message["type"] == "released" and not message["is_over"]:
-                with self._lock:  # its slot is filled anew; another agent would only have to look after the others
-                    if sequence in self._begun:
-                        self._begun[sequence] = {**self._begun[sequence], "written": True}
-            elif message["type"] == "released" or (message["type"] == "failed" and message["final"]):
-                with self._lock:
-                    self._begun.pop(sequence, None)
-                    self._forget_old()
-            elif message["type"] == "bye":
-                self._ended.set()
-                return
+        while not self._is_over:
             try:
-                self._on_message(message)
+                if not self._go_round():
+                    break
             except Exception:  # this thread must live on: without it no slot is ever released
-                events.logger.exception("a message of the agent was not understood: %s", message["type"])
+                events.logger.exception("listening to the agent failed; it goes on")
+                self._pause(_FIRST_RETRY_SECONDS)
+        self._ended.set()
+
+    def _go_round(self) -> bool:
+        """The next message, or another agent. False: there is nothing more to hear."""
+        channel = self._channel
+        message = None if channel is None else self._hear(channel)
+        if message is not None:
+            return self._note(message)
+        is_done = self._closing is not None and not self._begun and not self._voids
+        return not (is_done or self._is_over) and self._replace()
+
+    def _hear(self, channel: Channel) -> Message | None:
+        """The next message; None if none will come. Slices are counted: time in which this process is frozen is not."""
+        silent, asked = 0.0, False
+        with contextlib.suppress(OSError):
+            while not self._is_over:
+                if (message := channel.next_buffered()) is not None:
+                    return message
+                if channel.has_news(_SLICE_SECONDS):
+                    if not channel.fill():
+                        return None
+                    silent, asked = 0.0, False
+                    continue
+                if has_died(self._process, self.pid) and not channel.has_news(0):
+                    return None  # a fork of this process may hold its end of the socket
+                silent += _SLICE_SECONDS
+                if silent >= self._silent_seconds:
+                    self._kill(f"answers nothing for {silent:.0f} s")
+                    return None
+                if not asked and silent >= self._silent_seconds / 4:
+                    asked = True
+                    self.send({"type": "ping"})
+        return None
+
+    def _kill(self, why: str) -> None:
+        events.logger.warning("the agent (process %d) %s; it is replaced", self.pid, why)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _note(self, message: Message) -> bool:
+        """Remember what another agent would not have to be told, and pass it on. False: this was the last one."""
+        sequence: int = message.get("sequence", 0)
+        if message["type"] in ("gives_up", "voided"):
+            self._note_void(message)
+            return True
+        if message["type"] == "released" and not message["is_over"]:
+            with self._lock:  # its slot is filled anew; another agent would only have to look after the others
+                if sequence in self._begun:
+                    self._begun[sequence] = {**self._begun[sequence], "written": True}
+        elif message["type"] == "released" or (message["type"] == "failed" and message["final"]):
+            with self._lock:
+                self._begun.pop(sequence, None)
+                self._forget_old()
+        elif message["type"] == "durable":
+            self._deaths.note_durable()
+        elif message["type"] == "bye":
+            return False
+        if message["type"] != "pong":
+            self._tell(message)
+        return True
+
+    def _tell(self, message: Message) -> None:
+        try:
+            self._on_message(message)
+        except Exception:
+            events.logger.exception("a message of the agent was not understood: %s", message["type"])
 
     def _note_void(self, message: Message) -> None:
         """The agent is about to tell the other ranks that this one has no part in a checkpoint, or has done so."""
@@ -278,25 +301,16 @@ class AgentClient:
                 self._voids.pop((message["step"], message["repeat"]), None)
 
     def _replace(self) -> bool:
-        """The agent died: start another one and tell it everything that is not durable yet."""
-        old, now = self.pid, time.monotonic()
-        self._deaths = [at for at in self._deaths if now - at < 60] + [now]
-        if len(self._deaths) > _MAX_DEATHS_PER_MINUTE:
-            events.logger.error(
-                "the agent died %d times within a minute: no more checkpoints are written", len(self._deaths)
-            )
-            self._on_message({"type": "lost"})
+        """The agent died: start another one and tell it everything that is not durable yet. False: the run ends."""
+        old, pause = self.pid, self._deaths.note()
+        if pause and self._is_hurried:
+            self._tell({"type": "lost"})
+            return False
+        status = self._start_another(AgentsFail(deaths=self._deaths.count, given_up=0, seconds=pause))
+        if status is None:
             return False
         with self._lock:
-            status = self.give_up()
-            try:
-                self._spawn()
-                self._greet()
-            except AgentError as error:
-                events.logger.error("%s", error)
-                self.give_up()
-                time.sleep(0.2 * len(self._deaths))
-                return True
+            self._is_greeted = True
             # In the order in which it was said first (all numbers come from one counter): an arena that no snapshot
             # uses is dropped when a newer one arrives.
             said = {number: (message, [fd]) for number, (message, fd) in self._arenas.items()}
@@ -309,74 +323,76 @@ class AgentClient:
                 self._send(self._closing)
             resent = len(self._begun)
         self._log.emit(events.AgentDeath(pid=old, status=status, resent=resent))
-        self._on_message({"type": "replaced", "pid": self.pid})
+        self._tell({"type": "replaced", "pid": self.pid})
         return True
 
+    def _start_another(self, failing: AgentsFail) -> str | None:
+        """How the one before ended; None if the run ended first. Nobody waits for this; what is said is kept."""
+        status, retry = None, _FIRST_RETRY_SECONDS
+        while not self._is_over:
+            try:
+                ended = self.give_up()
+                status = status or ended
+                if failing.seconds:
+                    self._give_snapshots_up(failing)
+                    self._pause(failing.seconds)
+                    failing = replace(failing, seconds=0.0)
+                self._spawn()
+                self._greet()
+                return status
+            except AgentError as error:
+                events.logger.error("%s; tried again in %.1f s", error, retry)
+                self._pause(retry)
+                retry = min(_LAST_RETRY_SECONDS, 2 * retry)
+        return None
+
+    def _pause(self, seconds: float) -> None:
+        """The end of the run cuts it short, once."""
+        if self._hurried.wait(seconds):
+            self._hurried.clear()
+
+    def _give_snapshots_up(self, failing: AgentsFail) -> None:
+        """What kills one agent after the other may be one of these. The other ranks are told to wait for none."""
+        with self._lock:
+            lost = [message for message in self._begun.values() if not message.get("written")]
+            for message in lost:
+                del self._begun[message["sequence"]]
+                if self._hello["world_size"] > 1 and message.get("durable", True):
+                    self._voids[message["step"], message["repeat"]] = void_of(message, failing.reason())
+            self._forget_old()
+        self._log.emit(replace(failing, given_up=len(lost)))
+        for message in lost:
+            for word in given_up(message, self._hello["lineage"], failing.reason()):
+                self._tell(word)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def hurry(self, seconds: float) -> None:
+        """The run ends within this time: an agent that answers nothing is replaced sooner."""
+        self._silent_seconds = min(self._silent_seconds, max(_LEAST_SILENT_SECONDS, seconds / 3))
+        self._is_hurried = True
+        self._hurried.set()
+
     def close(self, *, seconds: float) -> bool:
-        """Ask the agent to finish and end; wait for it. False if it did not finish in time."""
-        if not self._is_started:
+        """Ask the agent to finish and end; wait for it. False if it did not finish in time: it goes on by itself."""
+        if not self.is_started:
             return True  # there never was one, or it was given up
         with self._lock:
             self._closing = {"type": "close", "seconds": seconds}
             self._send(self._closing)
+        self.hurry(seconds)
         finished = self._ended.wait(seconds + _END_SECONDS)
+        self._is_over = True
+        self._hurried.set()
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS + _SLICE_SECONDS)
+            if self._thread.is_alive():
+                return False  # it starts an agent right now, and may use all that would be closed here
         if self._process is not None:
-            try:
-                self._process.wait(timeout=_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                finished = False
+            finished = leave_process(self._process, _END_SECONDS if finished else 0.0)
         if self._channel is not None:
             self._channel.close()
-        kept = [fd for _, fd in self._arenas.values()] + ([self._serving[1]] if self._serving is not None else [])
-        for fd in kept:
+        for fd in [fd for _, fd in self._arenas.values()] + ([self._serving[1]] if self._serving is not None else []):
             os.close(fd)
         self._arenas, self._serving = {}, None
         return finished
-
-
-def _import_path() -> list[str]:
-    """Where the isolated interpreter finds stepwell and what it needs, wherever the trainer found it."""
-    import xxhash
-
-    # Loaded by now if the run lies in a bucket, or has chains.
-    needed = [xxhash, *map(sys.modules.get, ("obstore", "zstandard", "numpy"))]
-    files = [Path(module.__file__) for module in needed if module is not None and module.__file__]
-    found = [Path(__file__).resolve().parents[2], *(file.resolve().parents[1] for file in files)]
-    return list(dict.fromkeys(map(str, found)))
-
-
-def peek(place: str, rank: int) -> tuple[Message, list[int]] | None:
-    """What another rank's agent on this machine holds, without becoming its trainer; None if there is nothing."""
-    found = _ask(place, rank, "peek")
-    if found is None:
-        return None
-    found[0].close()
-    return found[1], found[2]
-
-
-def find_orphan(place: str, rank: int) -> tuple[Channel, Message, list[int]] | None:
-    """A lingering agent of this run whose trainer is dead, with what it offers; None if there is none."""
-    return _ask(place, rank, "adopt")
-
-
-def _ask(place: str, rank: int, wish: str) -> tuple[Channel, Message, list[int]] | None:
-    for address in find_agents(place, rank):
-        channel = connect(address, timeout=60.0)
-        if channel is None:
-            continue
-        if is_stopped(channel.socket):
-            events.logger.warning("agent not adopted: %s is stopped; this process continues from disk", address[1:])
-            channel.close()
-            continue
-        try:
-            channel.send({"type": wish, "protocol": PROTOCOL, "pid": os.getpid()})
-            received = channel.receive()
-        except OSError:
-            received = None
-        if received is not None and received[0]["type"] == "offer":
-            channel.socket.settimeout(None)
-            return channel, received[0], received[1]
-        if received is not None and received[0].get("trainer"):
-            events.logger.warning("agent not adopted: %s; this process continues from disk", received[0]["reason"])
-        channel.close()
-    return None

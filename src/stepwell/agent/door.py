@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from stepwell import journal
 from stepwell.agent.persist import Persister
 from stepwell.arena.channel import Message
+from stepwell.private import make_private
 
 if TYPE_CHECKING:
     from stepwell.levels.serve import PeerServer
@@ -34,7 +35,7 @@ class Door:
 
         self.close()
         root, run = Path(message["root"]), message["run"]
-        root.mkdir(parents=True, exist_ok=True)
+        make_private(root, advice="give Node() another directory")
         tls, sock = server_context(message["tls"]), socket.socket(fileno=fd)
         self._server = PeerServer(root, message["secret"], run, self._answer, bind=sock, tls=tls)
         self._seen = {}

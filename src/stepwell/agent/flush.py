@@ -17,11 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from stepwell.agent.marker import Marker
 from stepwell.agent.persist import Persister
 from stepwell.errors import DamagedError, FencedError, StepwellError, VoidError
 from stepwell.faults import crash_part, crash_point
 from stepwell.format.checksum import block_digest
-from stepwell.format.manifest import Void
+from stepwell.format.manifest import Manifest, Void
 from stepwell.format.record import FileEntry
 from stepwell.levels import cache
 from stepwell.levels.events import Flush, FlushFailed
@@ -41,11 +42,20 @@ class Flusher:
     """Constructing only assigns; `start` makes the thread appear.
 
     persister:  of the shared place; writes the manifest there and removes what is old
+    marker:     of rank 0: told what is whole on the nodes
     """
 
     def __init__(
-        self, persister: Persister, paths: RunPaths, owner: Owner, keep: Keep, rate: float | None, lineage: int
+        self,
+        persister: Persister,
+        paths: RunPaths,
+        owner: Owner,
+        keep: Keep,
+        rate: float | None,
+        lineage: int,
+        marker: Marker | None = None,
     ) -> None:
+        self._marker = marker
         self._persister, self._cache, self._owner, self._keep = persister, paths, owner, keep
         self._lineage = lineage
         self._shared = persister.paths
@@ -55,6 +65,7 @@ class Flusher:
         self._waiting: list[CheckpointId] = []
         self._is_closed = False
         self.on_flushed: Callable[[CheckpointId], None] = lambda id: None
+        self.read_manifest: Callable[[CheckpointId], Manifest] = lambda id: catalog.read_manifest(self._cache, id)
         self._frozen: tuple[FileEntry, Location] | None = None
         self._is_failing = False
         self._moved_at = 0.0
@@ -62,6 +73,18 @@ class Flusher:
     def start(self) -> None:
         """Begin to work."""
         threading.Thread(target=self._work, daemon=True, name="stepwell-flush").start()
+        if self._marker is not None:
+            self._marker.start()
+
+    def note_whole(self, id: CheckpointId) -> None:
+        """A checkpoint is whole on the nodes, whether it is to go on or not. Any thread."""
+        if self._marker is not None:
+            self._marker.note(id)
+
+    def hurry(self) -> None:
+        """The run ends."""
+        if self._marker is not None:
+            self._marker.hurry()
 
     def add(self, id: CheckpointId) -> None:
         """One more is to go. Any thread."""
@@ -77,8 +100,8 @@ class Flusher:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all is carried."""
-        return not self._waiting
+        """Whether all is carried, and the shared place knows how far the nodes are."""
+        return not self._waiting and (self._marker is None or self._marker.is_idle)
 
     @property
     def is_moving(self) -> bool:
@@ -88,6 +111,8 @@ class Flusher:
 
     def close(self) -> None:
         """No more, once the running one is done."""
+        if self._marker is not None:
+            self._marker.close()
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -146,19 +171,18 @@ class Flusher:
                 assemble.leave_void(self._shared, Void(self._run(id), id, self._owner.rank, str(error)))
 
     def _run(self, id: CheckpointId) -> str:
-        return catalog.read_manifest(self._cache, id).run
+        return self.read_manifest(id).run
 
     def _carry(self, id: CheckpointId) -> int:
         """This rank's part; rank 0 then waits for the others' and writes the manifest. Returns the bytes carried."""
         crash_point("flush.begin")
-        manifest = catalog.read_manifest(self._cache, id)
         if commit.was_committed(self._shared, id, self._owner):
             return 0
         directory = commit.open_checkpoint(self._shared, id, self._owner)
         assemble.check_void(self._shared, id)
-        record, nbytes = assemble.find_record(self._shared, id, self._owner), 0
+        record, nbytes = assemble.resume_record(self._shared, id, self._owner), 0
         if record is None:
-            record = catalog.read_record(self._cache, manifest, self._owner.rank)
+            record = catalog.read_record(self._cache, self.read_manifest(id), self._owner.rank)
             for file in record.files:
                 nbytes += self._carry_file(self._cache.checkpoint(id), directory, file)
             crash_point("flush.carried")
@@ -166,7 +190,7 @@ class Flusher:
         if self._owner.is_leader:
             self._wait_for_all(id)
             crash_point("flush.gathered")
-            commit.publish_manifest(self._shared, manifest)
+            commit.publish_manifest(self._shared, self.read_manifest(id))
             self._persister.prune(self._lineage, self._keep)
         return nbytes
 
@@ -210,7 +234,7 @@ class Flusher:
         place = source / file.name
         assert isinstance(place, Path)
         try:
-            with place.open("rb", buffering=0) as bytes_of:
+            with open(files.open_regular(place), "rb", buffering=0) as bytes_of:
                 started = time.monotonic()
                 for number, expected in enumerate(file.blocks):
                     block = bytes_of.read(file.block_bytes)

@@ -16,7 +16,7 @@ from stepwell.agent.queue import Pending
 from stepwell.arena.channel import Message
 from stepwell.arena.memory import FROZEN
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 _hashing: Final = threading.Lock()
 """Many ranks ask at once: the first one waits for the checksums, the others find them."""
 

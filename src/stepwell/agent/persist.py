@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from stepwell import events, journal
 from stepwell.agent.queue import AbandonedError, Pending
@@ -22,14 +23,24 @@ from stepwell.arena.memory import FROZEN
 from stepwell.errors import StepwellError, VoidError
 from stepwell.faults import crash_point
 from stepwell.format.checksum import BLOCK_BYTES, PART_BYTES
-from stepwell.format.manifest import Manifest, RecordRef, Void
+from stepwell.format.manifest import Void
 from stepwell.format.record import FileEntry, Record, check_file_name
+from stepwell.format.summary import Summary
 from stepwell.store import assemble, catalog, commit, files, retention
 from stepwell.store.chains import remove_orphans
 from stepwell.store.lineage import newest_number
 from stepwell.store.objects import Location
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
+
+MANY_RANKS: Final = 64
+"""Up to so many, each looks for the others' parts as if it were alone."""
+_LOOKS_PER_SECOND: Final = 2_000
+"""Of all ranks together, where there are more."""
+_FENCE_SECONDS: Final = 1.0
+"""For so long a rank that waits for the leader does not look who owns the run."""
+_MOST_SENT_AGAIN: Final = 8
+"""Snapshots that a trainer tells a new agent of: the one before may have left something of them."""
 
 
 class Persister:
@@ -53,6 +64,7 @@ class Persister:
         self.log = log
         self.shelf = shelf_of(paths, Writer() if writer is None else writer, lineage)
         self._frozen: tuple[tuple[int, int], Location, FileEntry] | None = None
+        self._opened = 0
         self.patience = patience
 
     def persist(self, pending: Pending) -> bool:
@@ -71,7 +83,7 @@ class Persister:
         directory = self.open(pending)
         if not pending.owner.is_alone:
             assemble.check_void(self.paths, pending.id)
-            pending.record = assemble.find_record(self.paths, pending.id, pending.owner)
+            pending.record = assemble.resume_record(self.paths, pending.id, pending.owner)
             if pending.record is not None:  # as above, and the leader may be reading it
                 return False
         try:
@@ -82,9 +94,15 @@ class Persister:
             raise
         return self.finish(pending, entries, started)
 
+    def fall_back(self, error: OSError) -> Persister:
+        """Who takes what cannot be written here. Raises the error if there is nobody."""
+        raise error
+
     def open(self, pending: Pending) -> Location:
         """Make the checkpoint's directory. Raises FencedError if the run moved on."""
-        return commit.open_checkpoint(self.paths, pending.id, pending.owner)
+        self._opened += 1
+        is_first_try = self._opened > _MOST_SENT_AGAIN and not pending.failures
+        return commit.open_checkpoint(self.paths, pending.id, pending.owner, is_first_try=is_first_try)
 
     def write(self, pending: Pending, directory: Location) -> list[FileEntry]:
         """The files of the state, each durable under its name. Raises AbandonedError if it comes to nothing."""
@@ -107,10 +125,19 @@ class Persister:
         if not pending.owner.is_alone:
             pending.record = assemble.leave_record(self.paths, record)
             return False
-        self.commit(pending, [(record, commit.publish_record(self.paths, record))])
+        self.commit(pending, [commit.publish_record(self.paths, record)])
         pending.record = record
         self.note_commit(pending, record.nbytes, started, is_suspect=record.suspect is not None)
         return True
+
+    def pause(self, world_size: int, waited: float) -> float:
+        """Seconds from one look for the parts of other ranks to the next."""
+        first, most = self.shelf.looks
+        pause = first + waited / 10
+        if world_size > MANY_RANKS:  # each look is a few requests to one file server, by every rank
+            least = world_size / _LOOKS_PER_SECOND
+            pause, most = max(pause, least + waited / 4), max(most, 2 * least)
+        return min(most, pause)
 
     def follow(self, pending: Pending) -> bool:
         """Whether a checkpoint of many ranks is committed; the leader does that when all records are there.
@@ -130,29 +157,35 @@ class Persister:
         if pending.record is None:  # an agent before this one wrote it
             pending.record = assemble.find_record(paths, id, owner)
         waited = time.monotonic() - pending.written_at
-        if not commit.was_committed(paths, id, owner):
+        if not commit.is_committed(paths, id):
             if not owner.is_leader:
-                if pending.meta["name"] is None and assemble.is_outdated(paths, id):
-                    return True
-                assemble.check_waiting(paths, id)
-                commit.check_fence(paths, id)
+                assemble.check_void(paths, id)
+                if not files.is_directory(paths.checkpoint(id)):
+                    if pending.meta["name"] is None and assemble.is_outdated(paths, id):
+                        return True
+                    assemble.check_waiting(paths, id)
+                if waited > _FENCE_SECONDS:
+                    commit.check_fence(paths, id)
                 if waited > 2 * self.patience:
                     raise VoidError(f"the leader did not end {id} within {waited:.0f} s")
                 return False
-            records = self._gather(pending, waited)
-            if not records:
+            summaries = self._gather(pending, waited)
+            if not summaries:
                 return False
-            self.commit(pending, records)
+            self.commit(pending, summaries)
         record = pending.record
         nbytes, is_suspect = (record.nbytes, record.suspect is not None) if record is not None else (0, False)
         self.note_commit(pending, nbytes, pending.written_at, is_suspect=is_suspect)
         return True
 
-    def _gather(self, pending: Pending, waited: float) -> list[tuple[Record, RecordRef]]:
-        """All records, or none yet. What came to nothing is ended for all ranks. Raises VoidError."""
+    def _gather(self, pending: Pending, waited: float) -> list[Summary]:
+        """Of all records, or of none yet. What came to nothing is ended for all ranks. Raises VoidError."""
         world_size = pending.owner.world_size
         try:
             found = assemble.gather(self.paths, pending.id, world_size)
+            if found[0] == pending.owner.rank:  # or the shared place was away for a moment
+                commit.check_fence(self.paths, pending.id)
+                found = assemble.gather(self.paths, pending.id, world_size)
             if found[0] == pending.owner.rank:
                 raise VoidError(f"{pending.id} was removed while its parts were waited for", rank=pending.owner.rank)
             if isinstance(found[0], int) and waited > self.patience:
@@ -165,10 +198,10 @@ class Persister:
                 assemble.end_void(self.paths, Void(pending.run, pending.id, int(str(rank)), reason))
             raise
         commit.check_fence(self.paths, pending.id)
-        records = [item for item in found if not isinstance(item, int)]
-        if records:
+        summaries = [item for item in found if not isinstance(item, int)]
+        if summaries:
             crash_point("records.gathered")
-        return records
+        return summaries
 
     def why_degraded(self, id: CheckpointId) -> str | None:
         """Why a committed checkpoint is less safe than it was to be."""
@@ -190,23 +223,10 @@ class Persister:
             )
         )
 
-    def commit(self, pending: Pending, records: Sequence[tuple[Record, RecordRef]]) -> None:
+    def commit(self, pending: Pending, summaries: Sequence[Summary]) -> None:
         """The manifest: the point where the checkpoint begins to exist."""
-        first, meta = records[0][0], pending.meta
-        suspects = [record.suspect for record, _ in records if record.suspect is not None]
-        manifest = Manifest(
-            run=first.run,
-            id=first.id,
-            world_size=first.owner.world_size,
-            created=first.created,
-            records=tuple(reference for _, reference in records),
-            nbytes=sum(record.nbytes for record, _ in records),
-            suspect=suspects[0] if suspects else None,
-            epoch_end=meta["epoch_end"],
-            finished=meta["finished"],
-            name=meta["name"],
-        )
-        commit.publish_manifest(self.paths, manifest)
+        said = {key: pending.meta[key] for key in ("epoch_end", "finished", "name")}
+        commit.publish_manifest(self.paths, assemble.make_manifest(summaries, **said))
 
     def _write_live(self, pending: Pending, directory: Location) -> FileEntry:
         name, nbytes, grain = f"{pending.owner.stem}.safetensors", pending.layout.nbytes, block_bytes(pending.owner)
@@ -292,6 +312,8 @@ def make_record(pending: Pending, entries: list[FileEntry]) -> Record:
         suspect=pending.suspect(),
         versions=pending.layout.versions,
         copies=pending.meta.get("copies", {}),
+        elsewhere=pending.layout.elsewhere,
+        partners=pending.layout.partners,
     )
 
 

@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from stepwell import events, faults, journal
+from stepwell.agent.callers import Callers
 from stepwell.agent.door import Door
 from stepwell.agent.offer import offer_later, why_refused
-from stepwell.agent.queue import Layout, Pending
+from stepwell.agent.queue import Layouts, Pending
 from stepwell.agent.stream import StreamedSave
+from stepwell.agent.watched import Watched
 from stepwell.agent.worker import Worker
-from stepwell.arena.channel import Channel, Message, is_same_user, listen, place
+from stepwell.arena.channel import Channel, Message
 from stepwell.arena.memory import Arena, ArenaShape
 from stepwell.errors import StepwellError
 from stepwell.format.manifest import Void
@@ -49,20 +51,19 @@ class Agent:
         self.channel: Channel | None = channel
         self.worker = Worker()
         self.arenas: dict[int, Arena] = {}
-        self.layouts: dict[int, Layout] = {}
+        self.layouts = Layouts()
         self.owner = Owner()
         self.run_id, self.lineage = "", 0
         self.linger_seconds = 60.0
         self.paths = RunPaths(Path())
         self.stream: StreamedSave | None = None
-        self._trainer_pid = 0
-        self._pidfd = -1
-        self._listener: socket.socket | None = None
+        self._callers = Callers()
         self._door = Door(lambda: self.worker.persister)
         self._selector = selectors.DefaultSelector()
+        self.trainer = Watched(self._selector)
         self._lock = self.worker.lock
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._closing = self._is_offering = self._is_greeted = False
+        self._closing = self._is_offering = self._is_greeted = self._is_bereft = False
         self._has_news = threading.Event()
         self._leave_at: float | None = None
         self._teller: threading.Thread | None = None
@@ -124,7 +125,7 @@ class Agent:
         """Show other machines that this run is alive. A thread of its own: the file system may hang."""
         seen: dict[str, Facts] = {}
         while True:
-            if self._trainer_pid:
+            if self.trainer.pid:
                 with contextlib.suppress(OSError):
                     os.utime(self.paths.progress, follow_symlinks=False)
             desk.publish(self.paths, seen)
@@ -141,7 +142,7 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.worker.wake)
         while not self._calls.empty():
-            self._calls.get()()
+            self._calls.get_nowait()()
 
     # -- messages from the trainer ----------------------------------------------------------------------------------
 
@@ -152,9 +153,13 @@ class Agent:
         alive = channel.fill()
         while (message := channel.next_buffered()) is not None:
             getattr(self, "_do_" + message["type"])(message)
-        if not alive:
+        if not alive and self.channel is channel:
             self._selector.unregister(channel)
-            if self._pidfd < 0 or self._closing:
+            if self.trainer.is_there and not self._is_greeted:
+                self.trainer.forget()  # a successor went on without this agent: the next one may want it
+                channel.close()
+                self.channel, self._leave_at = None, time.monotonic() + self.linger_seconds
+            elif not self.trainer.is_there or self._closing:
                 self._leave_at = time.monotonic()
 
     def _do_hello(self, message: Message) -> None:
@@ -163,33 +168,27 @@ class Agent:
             self.owner = Owner(message["rank"], message["world_size"])
             faults.set_rank(self.owner.rank)
             self.linger_seconds, self.worker.storage_seconds = message["linger"], message.get("storage", 120.0)
-            self.paths = RunPaths.at(message["root"], self.owner.rank)
+            self.paths = RunPaths.at(message["root"], self.owner.rank).remembering()
             keep, wishes = Keep(**message["keep"]), (message.get("levels"), message.get("deltas"))
             self.worker.serve(self.paths, self.owner, self.lineage, keep, message["patience"], *wishes)
             self._leave_at, self._is_greeted = None, True
             if (restored := CheckpointId.parse(message.get("restored", ""))) is not None:
                 self.worker.queue.want(restored)
-        if self._listener is None:
-            self._listener = listen(place(self.run_id, self.paths.identity), self.owner.rank)
-            self._selector.register(self._listener, selectors.EVENT_READ, self._on_successor)
-        self._watch(message["pid"])
+        if not self._callers.listen(message["agents"], self.owner.rank, self._selector, self._on_successors):
+            self.linger_seconds = 0.0  # nobody can come
+        is_there = self._is_bereft or self.trainer.watch(message["pid"], self._on_trainer_death)
         self._has_news.set()
         self._send({"type": "ready", "pid": os.getpid()})
+        if not is_there:
+            self._on_trainer_death()  # right after it had sent this
 
     def _do_serve(self, message: Message) -> None:
         assert self.channel is not None
-        self._door.open(message, *self.channel.take_fds())
-
-    def _watch(self, pid: int) -> None:
-        if self._pidfd >= 0:
-            self._selector.unregister(self._pidfd)
-            os.close(self._pidfd)
-        self._trainer_pid, self._pidfd = pid, os.pidfd_open(pid)
-        self._selector.register(self._pidfd, selectors.EVENT_READ, self._on_trainer_death)
+        self._door.open(message, *self.channel.take_fds(1))
 
     def _do_arena(self, message: Message) -> None:
         assert self.channel is not None
-        (fd,) = self.channel.take_fds()
+        (fd,) = self.channel.take_fds(1)
         shape = ArenaShape(**{key: message[key] for key in ("generation", "slots", "slot_bytes", "frozen_bytes")})
         if shape.generation in self.arenas:
             os.close(fd)
@@ -197,7 +196,7 @@ class Agent:
         self.arenas[shape.generation] = Arena.attach(fd, shape)
 
     def _do_layout(self, message: Message) -> None:
-        self.layouts[message["id"]] = Layout.from_message(message)
+        self.layouts.add(message)
 
     def _pending(self, message: Message) -> Pending:
         return Pending(
@@ -221,6 +220,9 @@ class Agent:
         with self._lock:
             self.worker.say_void(Void(self.run_id, id, self.owner.rank, message["reason"]))
 
+    def _do_ping(self, message: Message) -> None:
+        self._send({"type": "pong"})
+
     def _do_taken(self, message: Message) -> None:
         self.worker.note_taken(message["sequence"])
 
@@ -232,6 +234,7 @@ class Agent:
         self._drop_incomplete()
         with self._lock:
             self.worker.queue.drop_unwanted()
+        self.worker.hurry()
         self._leave_at = time.monotonic() + message["seconds"]
 
     # -- streamed saves: the trainer waits, so this thread may work -----------------------------------------------
@@ -281,9 +284,8 @@ class Agent:
 
     def _on_trainer_death(self) -> None:
         """Finish what is complete, then wait for a successor."""
-        self._selector.unregister(self._pidfd)
-        os.close(self._pidfd)
-        self._pidfd = -1
+        pid, self._is_bereft = self.trainer.pid, True
+        self.trainer.forget()
         if self.channel is not None:
             self._drain(self.channel)
             with contextlib.suppress(KeyError, ValueError):
@@ -301,10 +303,10 @@ class Agent:
                 self.worker.queue.want_newest()
             pending = len([item for item in self.worker.queue.items if not item.is_done])
         if not self._closing:
-            facts = self.paths.progress, self._trainer_pid, pending
+            facts = self.paths.progress, pid, pending
             self._teller = threading.Thread(target=self.worker.tell_death, args=facts, daemon=True)
             self._teller.start()
-        self._trainer_pid, self._is_greeted = 0, False
+        self._is_bereft = self._is_greeted = False
         self._has_news.set()
         self._leave_at = time.monotonic() + (0 if self._closing and not pending else self.linger_seconds)
         with open(os.devnull, "wb") as null:
@@ -324,15 +326,12 @@ class Agent:
         while (message := channel.next_buffered()) is not None:
             getattr(self, "_do_" + message["type"])(message)
 
-    def _on_successor(self) -> None:
+    def _on_successors(self) -> None:
         """Somebody asks for the memory of a dead trainer."""
-        assert self._listener is not None
-        sock, _ = self._listener.accept()
-        if not is_same_user(sock):
-            sock.close()
-            return
-        channel = Channel(sock)
-        sock.settimeout(10.0)
+        for channel in self._callers.take():
+            self._answer(channel)
+
+    def _answer(self, channel: Channel) -> None:
         try:
             received = channel.receive()
             wish = None if received is None else received[0].get("type")
@@ -341,10 +340,10 @@ class Agent:
                 return
             is_peek = wish == "peek"
             is_taken = self._closing or (self._is_offering and not is_peek)
-            trainer = self._trainer_pid if self._is_greeted or not is_peek else 0
+            trainer = self.trainer.pid if self._is_greeted or not is_peek else 0
             refusal = why_refused(received[0], trainer=trainer, is_closing=is_taken)
             if refusal is not None:
-                channel.send({"type": "refused", "reason": refusal, "trainer": self._trainer_pid})
+                channel.send({"type": "refused", "reason": refusal, "trainer": self.trainer.pid})
                 channel.close()
                 return
             self._offer(channel, 0 if is_peek else received[0]["pid"])
@@ -374,10 +373,12 @@ class Agent:
         self._leave_at = time.monotonic() + self.linger_seconds
         try:
             channel.send(offer, fds)
-            self._watch(pid)
+            if not self.trainer.watch(pid, self._on_trainer_death):
+                raise ProcessLookupError(pid)
         except OSError:  # it is gone
             channel.close()
             return
+        self._leave_at = None  # it may wait for other ranks for long before it says hello
         self.worker.log.emit(events.Adopted(pid=pid, complete=len(fds)))
         channel.socket.settimeout(None)
         self.channel = channel

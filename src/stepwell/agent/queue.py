@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from stepwell.arena.memory import FROZEN, Arena
-from stepwell.format.record import LeafEntry, Record
+from stepwell.format.record import LeafEntry, Record, load_absent
 from stepwell.types import CheckpointId, Owner
 
 _POLL_SECONDS: Final = 0.0015
+_LAYOUTS: Final = 2
 
 
 class AbandonedError(Exception):
@@ -33,17 +34,51 @@ class Layout:
     frozen_bytes: int
     leaves: tuple[LeafEntry, ...]
     versions: dict[str, str]
+    elsewhere: tuple[LeafEntry, ...] | None = None
+    partners: tuple[int, ...] = ()
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Layout:
         """As the trainer sent it."""
         leaves = tuple(_leaf(**leaf) for leaf in message["leaves"])
-        return cls(message["id"], message["nbytes"], message["frozen_bytes"], leaves, message["versions"])
+        absent = message.get("elsewhere")
+        return cls(
+            message["id"],
+            message["nbytes"],
+            message["frozen_bytes"],
+            leaves,
+            message["versions"],
+            None if absent is None else tuple(load_absent(item, "the trainer") for item in absent),
+            tuple(message.get("partners") or ()),
+        )
 
 
 def _leaf(**fields: Any) -> LeafEntry:
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
     return LeafEntry(**values)
+
+
+class Layouts:
+    """The newest of each kind, and the one before. A state that changes its form brings one with each snapshot.
+
+    A snapshot refers to the newest of its kind when it is announced, and keeps it.
+    """
+
+    def __init__(self) -> None:
+        self._of_kind: dict[bool, dict[int, Layout]] = {}
+
+    def add(self, message: dict[str, Any]) -> None:
+        """As the trainer sent it. One that is partial describes what goes beside symbols."""
+        known = self._of_kind.setdefault(message.get("is_partial", False), {})
+        known[message["id"]] = Layout.from_message(message)
+        for number in sorted(known)[:-_LAYOUTS]:
+            del known[number]
+
+    def __getitem__(self, number: int) -> Layout:
+        return {**self._of_kind.get(False, {}), **self._of_kind.get(True, {})}[number]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of_kind.values()))
 
 
 @dataclass(eq=False)

@@ -14,11 +14,12 @@ from typing import Protocol
 
 from stepwell import events
 from stepwell.agent.cache import BoundedCache
-from stepwell.agent.tuning import Place, file_system_type, recall, remember
+from stepwell.agent.tuning import Place, recall, remember
 from stepwell.agent.upload import Image, upload_file, upload_image
 from stepwell.agent.writer import Writer, copy_file
 from stepwell.format.checksum import BlockHasher
 from stepwell.store import commit, files, objects
+from stepwell.store.mounts import file_system_type
 from stepwell.store.objects import Location, ObjectPath
 from stepwell.store.paths import RunPaths
 from stepwell.store.spare import Spare
@@ -101,7 +102,7 @@ class DiskShelf:
         try:
             image.settle()
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            files.discard(temporary)
             raise
         commit.publish_file(temporary, final)
         return blocks
@@ -177,7 +178,7 @@ class _FileStream:
 
     def abort(self) -> None:
         self._close()
-        self._temporary.unlink(missing_ok=True)
+        files.discard(self._temporary)
 
     def _close(self) -> None:
         if self._fd >= 0:

@@ -28,6 +28,13 @@ class StreamedSave:
 
     def open(self) -> None:
         """Make the directory, and begin the file."""
+        try:
+            self._begin()
+        except OSError as error:
+            self._persister = self._persister.fall_back(error)
+            self._begin()
+
+    def _begin(self) -> None:
         directory = self._persister.open(self.pending)
         nbytes, grain = self.pending.layout.nbytes, block_bytes(self.pending.owner)
         self._stream = self._persister.shelf.open_stream(directory / self._name, nbytes, grain)

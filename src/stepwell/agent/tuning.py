@@ -7,7 +7,6 @@ Holds:   whatever it says, the same bytes are written; a file that is damaged, m
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
@@ -20,6 +19,7 @@ from stepwell.errors import StepwellError
 from stepwell.format.checksum import BLOCK_BYTES
 from stepwell.format.document import Fields, seal, unseal
 from stepwell.store import files
+from stepwell.store.mounts import file_system_type
 
 KIND: Final = "stepwell.storage/1"
 MAX_THREADS: Final = 16
@@ -157,19 +157,6 @@ class Place:
     def of(cls, root: Path) -> Place:
         """Where a directory lies. Raises OSError."""
         return cls(socket.gethostname(), file_system_type(root), os.statvfs(root).f_fsid)
-
-
-def file_system_type(root: Path) -> str:
-    """As the kernel calls it; `?` if it does not say."""
-    here, found, length = os.path.realpath(root), "?", -1
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            fields, _, rest = line.partition(" - ")
-            point = fields.split()[4].replace("\\040", " ")
-            inside = here == point or here.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= length:
-                found, length = rest.split()[0], len(point)
-    return found
 
 
 def remember(path: Path, place: Place, setting: Setting, rate: float) -> None:

@@ -23,7 +23,7 @@ from stepwell.agent.persist import Persister
 from stepwell.agent.queue import AbandonedError, Pending, PendingQueue
 from stepwell.agent.writer import Writer
 from stepwell.arena.channel import Message
-from stepwell.errors import FencedError, StepwellError, VoidError
+from stepwell.errors import FencedError, StateError, StepwellError, VoidError
 from stepwell.format.manifest import Void
 from stepwell.store.paths import RunPaths
 from stepwell.store.progress import read_progress
@@ -90,14 +90,19 @@ class Worker:
         if levels is not None:  # most agents never need these modules, and all have to start fast
             from stepwell.agent.flush import Flusher
             from stepwell.agent.keeper import Keeper
+            from stepwell.agent.marker import Marker
+            from stepwell.agent.spill import Spill
             from stepwell.levels.orders import Orders
 
             orders = Orders.load(levels)
-            keeper = Keeper(orders, owner, self.log, self._writer, lineage=lineage, patience=patience)
+            spill = Spill(paths, owner, keep, self.log, lineage=lineage, patience=patience)
+            keeper = Keeper(orders, owner, self.log, self._writer, spill, lineage=lineage, patience=patience)
             rate = orders.shared.rate
-            self.flusher = flusher = Flusher(self.persister, keeper.paths, owner, keep, rate, lineage)
+            marker = Marker(paths, orders.run, orders.place, self.log) if owner.is_leader else None
+            self.flusher = flusher = Flusher(self.persister, keeper.paths, owner, keep, rate, lineage, marker)
             keeper.on_whole, keeper.may_flush = flusher.add, lambda: flusher.has_room
-            flusher.on_flushed = self._note_flushed
+            keeper.on_newest, flusher.read_manifest = flusher.note_whole, keeper.decisions.read_manifest
+            flusher.on_flushed = spill.on_committed = self._note_flushed
             self.persister = keeper
             self._again, self._again_at, self._again_pause = CheckpointId.parse(orders.again), 0.0, 0.1
             flusher.start()
@@ -133,6 +138,11 @@ class Worker:
         if is_busy or flusher is None or flusher.is_idle:
             return not is_busy
         return not flusher.is_moving and late_seconds > self.storage_seconds
+
+    def hurry(self) -> None:
+        """The run ends."""
+        if self.flusher is not None:
+            self.flusher.hurry()
 
     def note_taken(self, sequence: int) -> None:
         """The trainer has read a base out of its slot."""
@@ -231,7 +241,12 @@ class Worker:
         except AbandonedError:
             pass  # void, or its trainer died before it was complete: the queue lets go of it
         except (OSError, StepwellError) as error:
-            self.note_failure(pending, error, final=isinstance(error, (FencedError, VoidError)))
+            # A record that is too large would be so again, after all shards were written again.
+            is_refused = isinstance(error, StateError)
+            if is_refused:
+                with self.lock:
+                    self.give_up(pending, str(error))
+            self.note_failure(pending, error, final=is_refused or isinstance(error, (FencedError, VoidError)))
         else:
             if is_committed:
                 chainer = None if pending.is_delta else self.chainer
@@ -255,9 +270,9 @@ class Worker:
         The leader ends them in order: a commit removes what is older, and with it what other ranks say of that. Those
         of a trainer before hold nothing up: its ranks may have died a step apart, and have written different ones.
         """
-        now, (first, most) = time.monotonic(), self.persister.shelf.looks
+        now = time.monotonic()
         for item in written:
-            item.not_before = now + min(most, first + self._waited(item) / 10)
+            item.not_before = now + self.persister.pause(item.owner.world_size, self._waited(item))
         for item in written:
             with self.lock:
                 self.busy = item

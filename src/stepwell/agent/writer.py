@@ -91,7 +91,7 @@ class Writer:
             crash_point("shard.synced")
             output.cache.drop()
         except Exception:
-            path.unlink(missing_ok=True)  # never synced a second time: what is there may be holes
+            files.discard(path)  # never synced a second time: what is there may be holes
             raise
         finally:
             os.close(fd)
@@ -191,7 +191,7 @@ def copy_file(source: Path, path: Path) -> tuple[int, tuple[str, ...]]:
         files.sync(fd, path)
         cache.drop()
     except OSError:
-        path.unlink(missing_ok=True)
+        files.discard(path)
         raise
     finally:
         os.close(fd)

@@ -1,7 +1,7 @@
 """Messages between trainer and agent: length, JSON, and file descriptors beside it.
 
-Owns:    framing, descriptor passing, the abstract address where a lingering agent can be found, and the check of who
-         is at the other end.
+Owns:    framing, descriptor passing, and the check of who is at the other end.
+Not:     where a lingering agent can be found (address).
 Holds:   a message is either whole or not there; what was sent before a SIGKILL still arrives.
 """
 
@@ -15,13 +15,21 @@ import select
 import socket
 import struct
 import time
+from dataclasses import dataclass
 from typing import Any, Final
 
 Message = dict[str, Any]
 
+
+@dataclass(frozen=True)
+class Encoded:
+    """A value of a message that is JSON already. It stands at the top of the message, not inside another value."""
+
+    text: str
+
+
 _LENGTH: Final = struct.Struct("<Q")
 _MAX_MESSAGE: Final = 1 << 30
-_PREFIX: Final = "stepwell/"
 _SEND_SECONDS: Final = 10.0
 
 
@@ -39,7 +47,7 @@ class Channel:
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:
         """Send one message; descriptors travel with its first byte. Raises OSError if the peer is gone."""
-        body = json.dumps(message, separators=(",", ":")).encode()
+        body = encode(message).encode()
         data = _LENGTH.pack(len(body)) + body
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         rest, deadline = memoryview(data), time.monotonic() + _SEND_SECONDS
@@ -62,6 +70,12 @@ class Channel:
                 return message, fds
             if not self.fill():
                 return None
+
+    def has_news(self, seconds: float) -> bool:
+        """Whether there is something to read, or the end, within this time."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(max(0.0, seconds) * 1000))
 
     def fill(self) -> bool:
         """Read what is there (blocking if nothing is). False at the end of the stream."""
@@ -94,63 +108,26 @@ class Channel:
         del self._buffer[:end]
         return message
 
-    def take_fds(self) -> list[int]:
-        """Descriptors that came with the messages read so far."""
-        fds, self._fds = self._fds, []
+    def take_fds(self, count: int) -> list[int]:
+        """The first descriptors that nobody took yet: they come in the order of their messages."""
+        fds, self._fds = self._fds[:count], self._fds[count:]
         return fds
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket, and descriptors whose message never came."""
         self.socket.close()
+        for fd in self.take_fds(len(self._fds)):
+            os.close(fd)
 
 
-def place(run: str, identity: str) -> str:
-    """The run in this very directory or bucket: a copy has the same id, and must not be given the original's memory."""
-    return f"{run}.{identity}"
+def encode(message: Message) -> str:
+    """As JSON."""
+    pairs = (f"{json.dumps(key)}:{_text(value)}" for key, value in message.items())
+    return "{" + ",".join(pairs) + "}"
 
 
-def listen(place: str, rank: int) -> socket.socket:
-    """An abstract address where a successor of this trainer can find this agent. No file, nothing to clean."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    listener.bind(f"\0{_PREFIX}{place}/{rank}/{os.getpid()}")
-    listener.listen(4)
-    return listener
-
-
-def find_agents(place: str, rank: int) -> list[str]:
-    """Addresses of all agents of this run and rank in this network namespace."""
-    start = f"@{_PREFIX}{place}/{rank}/"
-    found = set()
-    with open("/proc/net/unix") as table:
-        for line in table:
-            name = line.split()[-1]
-            if name.startswith(start):
-                found.add("\0" + name[1:])
-    return sorted(found)
-
-
-def find_ranks(place: str) -> list[int]:
-    """Ranks of this run that have an agent in this network namespace."""
-    start = f"@{_PREFIX}{place}/"
-    with open("/proc/net/unix") as table:
-        names = [line.split()[-1] for line in table]
-    ranks = {name.removeprefix(start).partition("/")[0] for name in names if name.startswith(start)}
-    return sorted(int(rank) for rank in ranks if rank.isdecimal())
-
-
-def connect(address: str, *, timeout: float) -> Channel | None:
-    """Connect to an agent of the same user; None if it is gone or somebody else's."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    sock.settimeout(timeout)
-    try:
-        sock.connect(address)
-        if not is_same_user(sock):
-            sock.close()
-            return None
-    except OSError:
-        sock.close()
-        return None
-    return Channel(sock)
+def _text(value: Any) -> str:
+    return value.text if isinstance(value, Encoded) else json.dumps(value, separators=(",", ":"))
 
 
 def is_same_user(sock: socket.socket) -> bool:

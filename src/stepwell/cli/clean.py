@@ -16,15 +16,17 @@ import click
 
 from stepwell.cli import wording
 from stepwell.cli.liveness import QUIET_SECONDS, Life, is_process_alive, look_for_life
-from stepwell.cli.locate import find_run
-from stepwell.cli.output import json_option, print_json, print_wrapped
+from stepwell.cli.locate import find_run, held
+from stepwell.cli.output import json_option, print_json, print_wrapped, say
 from stepwell.errors import StepwellError
 from stepwell.store import catalog, files, retention
 from stepwell.store.objects import Location, ObjectPath
 from stepwell.store.paths import RunPaths
 
 _BY_PROCESS: Final = re.compile(r"\.(\d+)\.tmp$")
-_IN_RUN: Final = re.compile(r"^(run|storage)\.json(\.\d+)+\.tmp$|^spare\..+\.l\d+\.tmp$")
+_IN_RUN: Final = re.compile(
+    r"^(run\.json|storage\.json|secret)(\.\d+)+\.tmp$|^spare\..+\.l\d+\.tmp$|^events\..*kept\.jsonl\.tmp$"
+)
 _IN_LINEAGES: Final = re.compile(r"^\d+\.json(\.\d+)+\.tmp$")
 
 
@@ -75,6 +77,11 @@ def clean(runs: tuple[str, ...], as_json: bool) -> None:
 
 def clean_run(paths: RunPaths) -> Cleaned:
     """Clean one run, unless it is alive."""
+    with held(paths):
+        return _clean(paths)
+
+
+def _clean(paths: RunPaths) -> Cleaned:
     result, found = Cleaned(paths), find_leftovers(paths)
     life = look_for_life(paths)  # after listing: see the module's promise
     if life.is_alive:
@@ -114,7 +121,7 @@ def find_leftovers(paths: RunPaths) -> list[Leftover]:
     for entry in catalog.scan(paths):
         try:
             if not entry.is_committed:
-                inside = files.directory_facts(entry.path)
+                inside = catalog.directory_facts(entry.path)
                 found.append(Leftover(entry.path, inside.nbytes, inside.modified, entry))
             else:
                 found += _temporary(entry.path, re.compile(rf"{re.escape(files.TEMPORARY)}$"))
@@ -143,9 +150,9 @@ def _print(run: str, result: Cleaned) -> None:
     for reason in result.kept:
         print_wrapped(f"left alone: {reason}", indent="  ")
     if result.removed:
-        click.echo(f"{run}: {wording.count(len(result.removed), 'leftover')} removed, {wording.size(result.nbytes)}")
+        say(f"{run}: {wording.count(len(result.removed), 'leftover')} removed, {wording.size(result.nbytes)}")
     elif not result.failed:
-        click.echo(f"{run}: nothing to clean")
+        say(f"{run}: nothing to clean")
 
 
 def _document(result: Cleaned) -> dict[str, Any]:

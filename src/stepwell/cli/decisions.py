@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import click
-
 from stepwell.cli import wording
-from stepwell.cli.output import Column, print_json, print_table, print_wrapped
+from stepwell.cli.output import Column, print_json, print_table, print_wrapped, say
 from stepwell.journal import read_events
 from stepwell.store.history import read_history
 from stepwell.store.paths import RunPaths
@@ -33,13 +31,13 @@ def show_policy(paths: RunPaths, *, as_json: bool) -> None:
         print_json({"run": str(paths.root), "decisions": found, **failures})
         return
     if not found:
-        click.echo("The run has decided nothing yet: its frequency is fixed, or its first checkpoint is not measured.")
+        say("The run has decided nothing yet: its frequency is fixed, or its first checkpoint is not measured.")
         return
     print_wrapped(str(found[-1].get("sentence", "")), indent="")
     if history.failures:
         uptime = wording.span(history.uptime + history.seconds)
         print_wrapped(f"{wording.count(history.failures, 'failure')} in {uptime} of training.", indent="")
-    click.echo()
+    say()
     print_table(_COLUMNS, [_row(event) for event in found[-_MOST:]])
 
 

@@ -9,7 +9,7 @@ import click
 from stepwell.bar import bar
 from stepwell.cli import wording
 from stepwell.cli.locate import Found, locate
-from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
+from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped, say
 from stepwell.interchange.compare import Change, Comparison, compare
 
 _COLUMNS = (Column("what"), Column("where"), Column("how"))
@@ -45,11 +45,12 @@ def _print(left: Found, right: Found, found: Comparison) -> None:
             f"a was written by {ranks[0]} ranks, b by {ranks[1]}: of what is a rank's own, rank 0's is compared"
         )
     if not found.changes:
-        click.echo(f"no difference: {same}")
+        say(f"no difference: {same}")
         return
-    click.echo(f"a: {left.label}\nb: {right.label}")
+    say(f"a: {left.label}")
+    say(f"b: {right.label}")
     print_table(_COLUMNS, [[change.kind, change.path, _how(change)] for change in found.changes])
-    click.echo(f"{wording.count(len(found.changes), 'difference')}; {same}")
+    say(f"{wording.count(len(found.changes), 'difference')}; {same}")
 
 
 def _how(change: Change) -> str:

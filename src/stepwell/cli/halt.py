@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import asdict, replace
+from typing import Final
 
 import click
 
 from stepwell.adapters.scr.index import Halt
 from stepwell.adapters.scr.salvage import open_prefix
-from stepwell.cli.output import json_option, print_json
+from stepwell.cli.output import json_option, print_json, say
 from stepwell.errors import ConfigError
+
+_UNSET: Final = {
+    "unset_checkpoints": "checkpoints_left",
+    "unset_before": "exit_before",
+    "unset_after": "exit_after",
+    "unset_seconds": "seconds",
+    "unset_reason": "reason",
+}
+"""Flag -> what it takes back."""
 
 
 @click.command()
 @click.argument("prefix", default=".")
-@click.option("--immediate", is_flag=True, help="At the next should_exit() or need_checkpoint().")
-@click.option("--checkpoints", type=click.IntRange(min=0), metavar="N", help="After N more checkpoints.")
-@click.option("--before", metavar="TIME", help="So that it ends before; seconds since 1970 or 2026-11-16T08:00.")
-@click.option("--after", metavar="TIME", help="At the first occasion after.")
-@click.option("--seconds", type=click.FloatRange(min=0), metavar="S", help="Stop S seconds before the time is over.")
-@click.option("--remove", is_flag=True, help="Take everything back.")
+@click.option("-i", "--immediate", is_flag=True, help="At the next should_exit() or need_checkpoint().")
+@click.option("-c", "--checkpoints", type=click.IntRange(min=0), metavar="N", help="After N more checkpoints.")
+@click.option("-b", "--before", metavar="TIME", help="So that it ends before; seconds since 1970 or 2026-11-16T08:00.")
+@click.option("-a", "--after", metavar="TIME", help="At the first occasion after.")
+@click.option("-s", "--seconds", type=click.FloatRange(min=0), metavar="S", help="Stop S seconds before that.")
+@click.option("-l", "--list", "only_list", is_flag=True, help="Show what it was told, which happens in any case.")
+@click.option("--unset-checkpoints", is_flag=True, help="Take this one back.")
+@click.option("--unset-before", is_flag=True, help="Take this one back.")
+@click.option("--unset-after", is_flag=True, help="Take this one back.")
+@click.option("--unset-seconds", is_flag=True, help="Take this one back.")
+@click.option("--unset-reason", is_flag=True, help="Take --immediate back, and whatever else stopped the job.")
+@click.option("-r", "--remove", is_flag=True, help="Take everything back.")
 @json_option
 def halt(
     prefix: str,
@@ -29,8 +45,10 @@ def halt(
     before: str | None,
     after: str | None,
     seconds: float | None,
+    only_list: bool,
     remove: bool,
     as_json: bool,
+    **unset: bool,
 ) -> None:
     """Tell the job in PREFIX when to stop; without options, show what it was told.
 
@@ -39,7 +57,8 @@ def halt(
     place = open_prefix(prefix)
 
     def change(found: Halt) -> Halt:
-        new = Halt() if remove else found
+        kept = Halt() if remove else found
+        new = replace(kept, **{field: getattr(Halt(), field) for name, field in _UNSET.items() if unset[name]})
         if immediate:
             new = replace(new, reason="STOPPED_BY_USER")
         if checkpoints is not None:
@@ -55,7 +74,8 @@ def halt(
         print_json({"prefix": str(place.root), **told})
         return
     facts = [f"{key}: {value}" for key, value in told.items() if value not in ("", None, 0.0)]
-    click.echo("\n".join(facts) or "nothing: the job goes on")
+    for fact in facts or ["nothing: the job goes on"]:
+        say(fact)
 
 
 def _time(text: str) -> float:

@@ -12,7 +12,7 @@ from stepwell.adapters.scr.flush import remove
 from stepwell.adapters.scr.index import CHECKPOINT, OUTPUT, Index, Listed, Prefix
 from stepwell.adapters.scr.salvage import open_prefix
 from stepwell.cli import wording
-from stepwell.cli.output import Column, json_option, print_json, print_table
+from stepwell.cli.output import Column, json_option, print_json, print_table, say
 from stepwell.errors import ConfigError
 
 _COLUMNS = (
@@ -28,30 +28,43 @@ _COLUMNS = (
 
 @click.command()
 @click.argument("prefix", default=".")
-@click.option("--current", metavar="NAME", help="Let the next restart use this one, or older ones if it is no good.")
-@click.option("--add", metavar="NAME", help="Offer it again: take back --drop, or that a program refused it.")
+@click.option("-p", "--prefix", "place", metavar="DIR", help="The same as PREFIX.")
+@click.option("-l", "--list", "only_list", is_flag=True, help="List them, which is what happens in any case.")
+@click.option("-c", "--current", metavar="NAME", help="Let the next restart use this one, or older ones if it fails.")
+@click.option("-a", "--add", metavar="NAME", help="Offer it again: take back --drop, or that a program refused it.")
 @click.option("--drop", metavar="NAME", help="Do not offer it any more; its files stay.")
+@click.option("--drop-after", metavar="NAME", help="Do not offer what is newer than this one; the files stay.")
 @click.option("--delete", metavar="NAME", help="Remove it, and the program's names of its files.")
 @json_option
 def index(
-    prefix: str, current: str | None, add: str | None, drop: str | None, delete: str | None, as_json: bool
+    prefix: str,
+    place: str | None,
+    only_list: bool,
+    current: str | None,
+    add: str | None,
+    drop: str | None,
+    drop_after: str | None,
+    delete: str | None,
+    as_json: bool,
 ) -> None:
     """List the datasets in PREFIX, which was SCR_PREFIX of a program; or change what a restart is offered."""
-    place = open_prefix(prefix)
+    opened = open_prefix(place or prefix)
     if current is not None:
-        place.set_current(_find(place, current).name, is_pinned=True)
+        opened.set_current(_find(opened, current).name, is_pinned=True)
     if add is not None:
-        _offer(place, _find(place, add).id.directory)
+        _offer(opened, _find(opened, add).id.directory)
     if drop is not None:
-        directory = _find(place, drop).id.directory
-        place.change_index(lambda found: replace(found, dropped=(*found.dropped, directory)))
+        opened.drop([_find(opened, drop).id])
+    if drop_after is not None:
+        last = _find(opened, drop_after).id
+        opened.drop(item.id for item in opened.datasets() if item.id > last)
     if delete is not None:
-        remove(place, _find(place, delete))
-    found, known = place.datasets(), place.index()
+        remove(opened, _find(opened, delete))
+    found, known = opened.datasets(), opened.index()
     if as_json:
-        print_json({"prefix": str(place.root), "datasets": [_document(item, known) for item in found]})
+        print_json({"prefix": str(opened.root), "datasets": [_document(item, known) for item in found]})
     elif not found:
-        click.echo(f"no datasets in {prefix}")
+        say(f"no datasets in {opened.root}")
     else:
         print_table(_COLUMNS, [_row(item, known) for item in found])
 

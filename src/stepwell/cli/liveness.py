@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from stepwell.arena.channel import find_agents, find_ranks, place
+from stepwell.agent.finding import whereabouts
+from stepwell.arena.address import find_pids
 from stepwell.cli import wording
-from stepwell.errors import DamagedError, StorageError
+from stepwell.errors import ConfigError, DamagedError, StorageError
 from stepwell.store import files
 from stepwell.store.lineage import read_run
 from stepwell.store.paths import RunPaths
@@ -81,13 +82,15 @@ def _processes(what: str, pids: tuple[int, ...]) -> str:
 
 
 def listening_agents(paths: RunPaths) -> tuple[int, ...]:
-    """Processes of agents of this run on this machine, of all ranks; the end of an agent's address is its pid."""
+    """Processes of agents of this run on this machine, of all ranks. Those of other users do not count.
+
+    Who may not read the run's secret cannot tell them from others, and knows of none.
+    """
     try:
-        where = place(read_run(paths).id, paths.identity)
-    except DamagedError:
+        where = whereabouts(paths, read_run(paths).id, to_look=True)
+    except (DamagedError, ConfigError):
         return ()
-    addresses = [address for rank in find_ranks(where) for address in find_agents(where, rank)]
-    return tuple(int(address.rpartition("/")[2]) for address in addresses)
+    return tuple(find_pids(where))
 
 
 def is_process_alive(pid: int) -> bool:

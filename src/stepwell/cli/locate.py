@@ -6,6 +6,7 @@ Not:     judging what was found (survey).
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from stepwell import below
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.format.manifest import Manifest
 from stepwell.restore.plan import choose
@@ -67,6 +69,11 @@ def find_run(text: str) -> RunPaths:
         raise ConfigError(f"{text}: not a run (no run.json, no checkpoint){advice}", path=str(root))
     desk.fetch(paths, is_reader=True)
     return paths
+
+
+def held(paths: RunPaths) -> contextlib.AbstractContextManager[None]:
+    """Within this the run's directory stays the one that it is: what was listed in it is not removed elsewhere."""
+    return contextlib.nullcontext() if not isinstance(paths.root, Path) else below.pinned(paths.root)
 
 
 def is_run(root: Location) -> bool:
@@ -132,7 +139,7 @@ def _checked(paths: RunPaths, entry: catalog.Entry) -> Found:
     if entry.damage is not None:
         raise DamagedError(f"{entry.damage}; `stepwell verify {paths.root}` tells which checkpoints are whole")
     if entry.manifest is None:
-        raise ConfigError(f"{entry.path}: never committed, there is no checkpoint in it")
+        raise ConfigError(f"{entry.path}: not committed, there is no checkpoint in it")
     for rank in range(entry.manifest.world_size):
         catalog.read_record(paths, entry.manifest, rank)
     return Found(paths, entry, entry.manifest)

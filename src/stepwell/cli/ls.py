@@ -9,7 +9,7 @@ import click
 from stepwell.cli import wording
 from stepwell.cli.liveness import Life, look_for_life
 from stepwell.cli.locate import find_run
-from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
+from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped, say
 from stepwell.cli.reach import Reach, find_reaches, lossy_starts
 from stepwell.cli.survey import Surveyed, survey
 from stepwell.store.paths import RunPaths
@@ -40,7 +40,7 @@ def ls(run: str, as_json: bool) -> None:
         print_json(_document(paths, found, life, reaches))
         return
     if not found:
-        click.echo(f"no checkpoints in {run} yet")
+        say(f"no checkpoints in {run} yet")
     else:
         print_table(_COLUMNS, [_row(item) for item in found])
     for reach in reaches:

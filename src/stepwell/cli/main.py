@@ -13,8 +13,8 @@ from typing import IO, Any, Final
 
 import click
 
-from stepwell.cli.output import printable
 from stepwell.errors import StepwellError
+from stepwell.escape import shown
 
 COMMANDS: Final[dict[str, str]] = {
     "ls": "stepwell.cli.ls:ls",
@@ -60,8 +60,7 @@ class Problem(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print it on stderr."""
-        lines = [printable(line) for line in self.format_message().split("\n")]
-        click.echo("stepwell: " + "\n".join(lines), file=file, err=True)
+        click.echo(f"stepwell: {shown(self.format_message())}", file=file, err=True)
 
 
 class Commands(click.Group):

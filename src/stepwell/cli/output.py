@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import click
 
+from stepwell.escape import printable, shown, without_secrets
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _GAP = "  "
@@ -102,16 +104,19 @@ def shorten(text: str, limit: int) -> str:
     return f"{text[:head]}..{text[len(text) - (limit - 2 - head) :]}"
 
 
-def printable(text: str) -> str:
-    """Names come from files that anybody may have written: nothing in them may steer the terminal."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def say(text: str = "", *, is_aside: bool = False) -> None:
+    """A line, on stderr if it is only an aside. Commands print through this module alone."""
+    click.echo(shown(text), err=is_aside)
+
+
+def print_titled(title: str, text: str, colour: str) -> None:
+    """A line that begins with a coloured word."""
+    click.echo(f"{click.style(printable(title), fg=colour, bold=True)}: {shown(text)}")
 
 
 def print_wrapped(text: str, *, indent: str = "") -> None:
     """A sentence, wrapped to the terminal, every line but the first indented."""
-    text, limit = printable(text), width()
+    text, limit = printable(without_secrets(text)), width()
     if limit is None:
         click.echo(text)
     else:

@@ -16,8 +16,10 @@ from typing import Any
 
 import click
 
-from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped, printable
+from stepwell.cli.output import Column, json_option, print_json, print_table, print_titled, print_wrapped, say
 from stepwell.cli.wording import count, size
+from stepwell.escape import shown
+from stepwell.prove.compare import grouped
 from stepwell.prove.proof import Kill, Proof, as_document
 from stepwell.prove.trial import Trial
 from stepwell.report.timeline import why_no_picture, write_timeline
@@ -77,7 +79,7 @@ def prove(
     else:
         print_kills(proof.kills)
         print_verdict(proof, out)
-        click.echo(f"timeline: {out / 'timeline.png'}" if missing is None else f"no timeline: {missing}")
+        say(f"timeline: {out / 'timeline.png'}" if missing is None else f"no timeline: {missing}")
     sys.exit(proof.exit_code)
 
 
@@ -124,9 +126,9 @@ class _Screen:
     def said(self, text: str) -> None:
         """One line, above the bar."""
         if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False)
+            self._progress.console.print(shown(text), markup=False, highlight=False)
         else:
-            click.echo(text, err=True)
+            say(text, is_aside=True)
 
 
 def print_kills(kills: Sequence[Kill]) -> None:
@@ -141,7 +143,7 @@ def print_kills(kills: Sequence[Kill]) -> None:
             resumed = (str(kill.resumed), kill.source or "fresh", _redone(kill))
         rows.append((str(kill.number), str(kill.step), kill.victim, *resumed))
     print_table(_COLUMNS, rows)
-    click.echo()
+    say()
 
 
 def _redone(kill: Kill) -> str:
@@ -151,12 +153,12 @@ def _redone(kill: Kill) -> str:
 def print_verdict(proof: Proof, out: Path) -> None:
     """What was shown, in words, and what to look at next."""
     colour = {"identical": "green", "inconclusive": "yellow"}.get(proof.verdict, "red")
-    click.echo(f"{click.style(proof.verdict, fg=colour, bold=True)}: {printable(_headline(proof))}")
+    print_titled(proof.verdict, _headline(proof), colour)
     for line in _details(proof, out):
         print_wrapped(line, indent="    ")
     for note in proof.notes:
         print_wrapped(f"note: {note}", indent="  ")
-    click.echo(f"both runs: {out} (--seed {proof.seed} chooses the same kills)")
+    say(f"both runs: {out} (--seed {proof.seed} chooses the same kills)")
 
 
 def _headline(proof: Proof) -> str:
@@ -194,7 +196,8 @@ def _details(proof: Proof, out: Path) -> list[str]:
     if len(proof.differences) > 1:
         leaves = sum(item.is_tensor for item in proof.differences)
         others = len(proof.differences) - leaves
-        lines.append(f"in all {count(leaves, 'tensor')} and {count(others, 'plain value')} differ")
+        lines.append(f"in all {count(leaves, 'tensor')} and {count(others, 'plain value')} differ, plain values first:")
+        lines += [f"  {line}" for line in grouped(proof.differences)]
     if proof.logs is not None and (first := proof.logs.first) is not None:
         lines.append(
             f"the first logged value that differs: {first.name} of step {first.step}, "

@@ -11,7 +11,7 @@ from stepwell.adapters.scr.flush import conclude, open_ones
 from stepwell.adapters.scr.index import Prefix
 from stepwell.adapters.scr.salvage import Cached, carry, choose, find_caches, open_prefix, survey
 from stepwell.cli import wording
-from stepwell.cli.output import json_option, print_json, print_wrapped
+from stepwell.cli.output import json_option, print_json, print_wrapped, say
 from stepwell.errors import StepwellError
 from stepwell.store.paths import RunPaths
 
@@ -86,17 +86,17 @@ def _print(
     found: list[Cached], carried: list[tuple[Cached, int]], failed: dict[str, str], ended: list[str], dry_run: bool
 ) -> None:
     for directory in ended:
-        click.echo(f"ended  {directory}")
+        say(f"ended  {directory}")
     for item, nbytes in carried:
         size = "" if dry_run else f"  {wording.size(nbytes)}"
-        click.echo(f"{'would carry' if dry_run else 'carried'}  {item.description.name}{size}")
+        say(f"{'would carry' if dry_run else 'carried'}  {item.description.name}{size}")
     for directory, reason in failed.items():
         print_wrapped(f"could not carry  {directory}: {reason}", indent="  ")
     for item in found:
         if not item.is_whole and not item.is_in_prefix:
-            click.echo(f"not whole  {item.description.name}: parts are missing in these caches")
+            say(f"not whole  {item.description.name}: parts are missing in these caches")
     if not carried and not failed and not ended:
-        click.echo("nothing to carry")
+        say("nothing to carry")
 
 
 def _document(

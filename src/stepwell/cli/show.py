@@ -10,7 +10,7 @@ import click
 from stepwell.cli import wording
 from stepwell.cli.decisions import show_policy
 from stepwell.cli.locate import Found, find_run, locate, step_option
-from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
+from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped, say
 from stepwell.errors import DamagedError
 from stepwell.format.record import FileEntry, LeafEntry, Record
 from stepwell.interchange.merged import tree_of
@@ -46,7 +46,7 @@ def show(run: str, step: int | None, policy: bool, as_json: bool) -> None:
     print_wrapped(_headline(found, whole), indent="  ")
     print_table(_COLUMNS, list(_rows(root, leaves)))
     if attached:
-        click.echo()
+        say()
         print_table(_FILE_COLUMNS, [[_given_name(*pair), wording.size(pair[1].nbytes)] for pair in attached])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from stepwell.cli.output import json_option, print_json
+from stepwell.cli.output import json_option, print_json, say
 from stepwell.errors import ConfigError
 
 
@@ -27,12 +27,12 @@ def store(bind: str, port: int, port_file: Path | None, as_json: bool) -> None:
     except ImportError as error:
         raise ConfigError(f"the store is torch's: install torch here ({error})") from error
 
-    def say(own_port: int) -> None:
+    def tell(own_port: int) -> None:
         host = socket.getfqdn() if bind in ("0.0.0.0", "::") else bind
         if as_json:
             print_json({"host": host, "port": own_port})
         else:
-            click.echo(f"serving at {host}:{own_port}")
-        click.echo("no authentication, no encryption: only the cluster's network may reach this port", err=True)
+            say(f"serving at {host}:{own_port}")
+        say("no authentication, no encryption: only the cluster's network may reach this port", is_aside=True)
 
-    serve(bind, port, port_file, say)
+    serve(bind, port, port_file, tell)

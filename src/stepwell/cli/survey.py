@@ -7,12 +7,16 @@ Holds:   an entry counts as good only if every record it names is there, unchang
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
+from typing import Final
 
 from stepwell.errors import DamagedError
 from stepwell.format.manifest import Manifest
 from stepwell.store import catalog, files
 from stepwell.store.paths import RunPaths
+
+_MOST_SURVEYS: Final = 5
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,14 @@ class Surveyed:
 
 def survey(paths: RunPaths) -> list[Surveyed]:
     """All checkpoint directories, newest step first. One that is pruned while we look is left out."""
-    found = []
-    for entry in catalog.scan(paths):
-        try:
-            found.append(look(paths, entry))
-        except FileNotFoundError:
-            continue
+    found: list[Surveyed] = []
+    for _ in range(_MOST_SURVEYS):
+        entries = catalog.scan_again(paths)
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                found.append(look(paths, entry))
+        if found or not entries:  # else a live run removed all of them meanwhile, and there are others
+            break
     return found
 
 
@@ -71,5 +77,5 @@ def look(paths: RunPaths, entry: catalog.Entry) -> Surveyed:
             entry = replace(entry, manifest=None, damage=str(error))
     if manifest is not None:
         return Surveyed(entry, manifest, manifest.nbytes, manifest.created)
-    found = files.directory_facts(entry.path)
+    found = catalog.directory_facts(entry.path)
     return Surveyed(entry, None, found.nbytes, found.modified)

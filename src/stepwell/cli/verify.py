@@ -15,7 +15,7 @@ import click
 from stepwell.bar import bar
 from stepwell.cli import wording
 from stepwell.cli.locate import split, step_option
-from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped
+from stepwell.cli.output import Column, json_option, print_json, print_table, print_wrapped, say
 from stepwell.cli.reach import find_broken
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.format.manifest import Lineage
@@ -180,7 +180,7 @@ def _print(verdicts: list[Verdict], of_run: list[str], damaged: list[Verdict]) -
         )
     elif not of_run:
         total = wording.size(sum(verdict.nbytes for verdict in verdicts))
-        click.echo(f"{wording.count(len(verdicts), 'checkpoint')} whole, {total}")
+        say(f"{wording.count(len(verdicts), 'checkpoint')} whole, {total}")
 
 
 def _document(paths: RunPaths, verdicts: list[Verdict], of_run: list[str]) -> dict[str, Any]:

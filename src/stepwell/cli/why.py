@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import click
 
@@ -14,10 +14,14 @@ from stepwell.cli.output import json_option, print_json, print_wrapped
 from stepwell.cli.reach import Reach, find_reaches
 from stepwell.cli.survey import survey
 from stepwell.journal import read_events
-from stepwell.restore.plan import Choice, choose
-from stepwell.store.lineage import read_history
+from stepwell.restore.plan import NOT_COMMITTED, Choice, choose
+from stepwell.store.lineage import newest_number, read_history
+from stepwell.store.mark import Mark, read_mark
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
+
+_WRITING: Final = "it is being written, or writing it fails"
+_ENDED: Final = "its process ended before the manifest was written"
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,21 @@ def why(run: str, before: int | None, step: int | None, as_json: bool) -> None:
     """
     paths = find_run(run)
     life = look_for_life(paths)
-    choices = choose([item.entry for item in survey(paths)], step=step, before=before)
+    choices = explained(paths, life, choose([item.entry for item in survey(paths)], step=step, before=before))
     memory = newest_in_memory(paths, life, step=step, before=before)
     ahead = [] if step is not None or before is not None else _ahead(paths, choices)
+    nodes = None if step is not None or before is not None else _on_nodes(paths, choices)
     if as_json:
-        print_json({**_document(paths, choices, memory, life), "chains": [reach.as_document() for reach in ahead]})
+        told = None if nodes is None else {"checkpoint": nodes.newest.directory, "cache": nodes.cache}
+        more = {"chains": [reach.as_document() for reach in ahead], "nodes": told}
+        print_json({**_document(paths, choices, memory, life), **more})
         return
     if memory is not None and _is_preferred(memory, choices):
         print_wrapped(_memory_sentence(memory, life), indent="  ")
     chosen = [choice for choice in choices if choice.rank == 0]
-    if not chosen:
+    if nodes is not None:
+        print_wrapped(_nodes_sentence(nodes), indent="  ")
+    elif not chosen:
         print_wrapped(_nothing(run, choices), indent="  ")
     for choice in choices:
         mark = "->" if choice.rank == 0 else "  "
@@ -65,10 +74,57 @@ def why(run: str, before: int | None, step: int | None, as_json: bool) -> None:
         print_wrapped(f"in use: {life.why}")
 
 
+def explained(paths: RunPaths, life: Life, choices: Sequence[Choice]) -> list[Choice]:
+    """The same, and of what is not committed what became of it, as far as processes and event logs tell."""
+    if not any(choice.reason == NOT_COMMITTED for choice in choices):
+        return list(choices)
+    newest, failures = newest_number(paths), _failures(paths)
+
+    def explain(id: CheckpointId) -> str:
+        failure = failures.get((id.lineage, id.step))
+        known = None if failure is None else f"writing it failed: {failure}"
+        if life.is_alive and id.lineage == newest:
+            return f"not committed: {known or _WRITING}; {life.why}"
+        return f"never committed: {known or _ENDED}"
+
+    return [
+        replace(choice, reason=explain(choice.entry.id)) if choice.reason == NOT_COMMITTED else choice
+        for choice in choices
+    ]
+
+
+def _failures(paths: RunPaths) -> dict[tuple[int, int], str]:
+    """By lineage and step what went wrong last when a checkpoint was written, and what was done about it."""
+    found: dict[tuple[int, int], str] = {}
+    for rank in paths.ranks():
+        for event in read_events(rank.events):
+            lineage, step = event.get("lineage"), event.get("step")
+            if event["kind"] == "persist-failed" and isinstance(lineage, int) and isinstance(step, int):
+                found[lineage, step] = f"{event.get('error')} ({event.get('action')})"
+    return found
+
+
 def _ahead(paths: RunPaths, choices: Sequence[Choice]) -> list[Reach]:
     """Chains that reach beyond the first choice."""
     best = max((choice.entry.id.step for choice in choices if choice.rank == 0), default=-1)
     return [reach for reach in find_reaches(paths) if reach.step > best]
+
+
+def _on_nodes(paths: RunPaths, choices: Sequence[Choice]) -> Mark | None:
+    """What was whole on the nodes, if that is newer than the first choice."""
+    mark = read_mark(paths)
+    if mark is None or not read_history(paths).is_live(mark.newest):
+        return None
+    best = next((choice.entry.id for choice in choices if choice.rank == 0), None)
+    return mark if best is None or best < mark.newest else None
+
+
+def _nodes_sentence(mark: Mark) -> str:
+    where = f" ({mark.cache})" if mark.cache else ""
+    return (
+        f"step {mark.newest.step} or a newer one is whole in the caches of the run's nodes{where}: a restart there "
+        "uses that, and one that does not look there raises an error"
+    )
 
 
 def newest_in_memory(paths: RunPaths, life: Life, *, step: int | None, before: int | None) -> InMemory | None:

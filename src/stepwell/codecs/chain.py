@@ -14,7 +14,6 @@ Holds:   every record is the difference to what readers have, never to the state
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from stepwell import below
 from stepwell.codecs import document, record
 from stepwell.codecs.coder import Coder, Given
 from stepwell.codecs.document import Document, manifest_digest
@@ -83,7 +83,7 @@ class ChainWriter:
         away = {*elsewhere, *(number for number, part in enumerate(parts) if part.is_held)}
         image = Image.of(parts, state, away if base is not None else ())
         about = Document(parts, deltas.skip, step, image.digest(), base is not None)
-        directory.mkdir()
+        below.mkdir(directory)
         crash_point("chain.started")
         if base is None:
             _write_base(directory, about, image)
@@ -185,7 +185,7 @@ class ChainWriter:
             # The skip record is durable from here on, so what is before it may go.
             with contextlib.suppress(OSError):  # what cannot be removed now is tried again after the next one
                 for _, path in list_segments(self._directory)[: -self._deltas.keep_segments]:
-                    path.unlink()
+                    below.unlink(path)
 
     def refresh(self) -> str | None:
         """Why a new base is due, or None. A change of the leaves, and a restart, ask for one too."""
@@ -194,7 +194,7 @@ class ChainWriter:
             return self._broken
         if self._number >= limits.most_records:
             return f"{self._number} records"
-        needed = max((os.stat(path).st_size for _, path in list_segments(self._directory)), default=0)
+        needed = max((below.lstat(path).st_size for _, path in list_segments(self._directory)), default=0)
         if needed > self._document.nbytes:
             return f"a restore has to read {needed} bytes of records, and {self._document.nbytes} of the base"
         if self._number and self._kept < limits.least_kept:
@@ -225,5 +225,5 @@ def _put(path: Path, data: bytes) -> None:
     file.open()
     file.append(data)
     file.close()
-    os.rename(temporary, path)
+    below.rename(temporary, path)
     sync_directory(path.parent)

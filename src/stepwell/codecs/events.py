@@ -25,6 +25,12 @@ class Coding(Event):
     where: str
     reason: str
 
+    def severity(self) -> int:
+        return logging.WARNING if self.where == "host" else logging.DEBUG
+
+    def text(self) -> str:
+        return f"Deltas(device=True): parameters are quantised on {self.where}: {self.reason}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class BaseDue(Event):

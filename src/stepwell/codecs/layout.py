@@ -96,6 +96,10 @@ class Deltas:
             raise ConfigError(
                 f"skip={self.skip.text}: lc, ternary or uniform; an exact one is a new base", found=self.skip.text
             )
+        if self.small not in ("exact", "pool"):
+            raise ConfigError(f"small={self.small!r}: give exact or pool", found=self.small)
+        if not (self.worth >= 0 and self.most_error > 0 and self.dictionary_bytes >= 0):
+            raise ConfigError("worth and dictionary_bytes are at least 0, most_error is above 0")
         if self.every < 1 or self.keep_segments < 1 or self.most_records < 1 or self.skip_every < 0:
             raise ConfigError("every, keep_segments and most_records are at least 1, skip_every at least 0")
 

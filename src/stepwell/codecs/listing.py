@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from stepwell import below
 from stepwell.codecs.record import HEAD_NBYTES, Head, body_digest, cut, load_note
 from stepwell.codecs.replay import read_document
 from stepwell.codecs.segment import list_segments, read_records
@@ -72,7 +73,7 @@ def _list_file(path: Path, most: int) -> Iterator[Listed]:
 
 def _open(path: Path) -> BinaryIO:
     try:
-        return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+        return open(below.open_file(path, os.O_RDONLY), "rb")
     except OSError as error:
         raise DamagedError(f"{path}: cannot be opened: {error.strerror}", path=str(path)) from None
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from stepwell import below
 from stepwell.codecs import document, record
 from stepwell.codecs.crew import Ahead, Crew, all_threads
 from stepwell.codecs.document import Document
@@ -77,7 +78,7 @@ def read_document(directory: Path) -> Document:
     """What the chain in a directory is of. Raises DamagedError."""
     path = directory / document.NAME
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        with open(below.open_file(path, os.O_RDONLY), "rb") as file:
             data = file.read(_MOST_DOCUMENT_BYTES + 1)
     except OSError as error:
         raise DamagedError(f"{path}: cannot be read: {error.strerror}; there is no chain", path=str(path)) from None
@@ -89,7 +90,7 @@ def read_base(directory: Path, about: Document) -> Image:
     path = directory / BASE_NAME
     expected = HEAD_NBYTES + 8 * len(about.parts) + about.nbytes
     try:
-        found_nbytes = os.stat(path).st_size
+        found_nbytes = below.lstat(path).st_size
     except OSError as error:
         raise DamagedError(f"{path}: {error.strerror}", path=str(path)) from None
     if found_nbytes != expected:  # before anything is allocated for it

@@ -2,7 +2,7 @@
 
 Owns:    `base.bin` and `00000001.seg`: one record after the other.
 Holds:   `append` returns when the record is durable. After a failed write or fsync a file is never written again. A
-         reader tells a torn tail (the last record, cut off or not wholly there: a crash) from damage before it.
+         reader tells a torn tail (the last record, cut off or partly zeros: a crash) from damage before it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from stepwell import below
 from stepwell.codecs.record import HEAD_NBYTES, Head, body_digest
 from stepwell.errors import DamagedError, PersistError
 from stepwell.faults import crash_point
@@ -23,6 +24,10 @@ _NAME: Final = re.compile(r"([0-9]{8,19})\.seg")
 _MOST_RECORDS: Final = 256
 """In one file. A chain asks for a base long before."""
 _PIECE: Final = 1 << 20
+_PAGE: Final = 4096
+"""What a file system writes at once."""
+_ENDING_ZEROS: Final = 16
+"""A good record may end in fewer: in those of a number."""
 
 
 def segment_name(number: int) -> str:
@@ -32,8 +37,16 @@ def segment_name(number: int) -> str:
 
 def list_segments(directory: Path) -> list[tuple[int, Path]]:
     """Numbers of the first records and files, oldest first."""
-    found = [(match, name) for name in os.listdir(directory) if (match := _NAME.fullmatch(name))]
+    found = [(match, name) for name in _names(directory) if (match := _NAME.fullmatch(name))]
     return sorted((int(match[1]), directory / name) for match, name in found if segment_name(int(match[1])) == name)
+
+
+def _names(directory: Path) -> list[str]:
+    fd = below.open_directory(directory)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
 
 
 class Appender:
@@ -46,7 +59,7 @@ class Appender:
     def open(self) -> None:
         """Create the file. Raises PersistError, if it is there too: nothing is added to what an older process wrote."""
         try:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = below.open_file(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
         except OSError as error:
             raise PersistError(f"{self.path}: cannot be made: {error.strerror}", path=str(self.path)) from error
 
@@ -84,7 +97,7 @@ def _write(fd: int, data: memoryview) -> None:
 
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = below.open_directory(path)
     try:
         os.fsync(fd)
     finally:
@@ -105,7 +118,7 @@ def read_records(path: Path, most_nbytes: int) -> Generator[Found]:
     """
     name = str(path)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = below.open_file(path, os.O_RDONLY)
     except OSError as error:
         raise DamagedError(f"{name}: cannot be opened: {error.strerror}", path=name, torn=False) from None
     with os.fdopen(fd, "rb") as file:
@@ -128,11 +141,21 @@ def read_records(path: Path, most_nbytes: int) -> Generator[Found]:
                 raise DamagedError(
                     f"{name}: record {head.number} is cut off: {left} of {head.body_nbytes} bytes", path=name, torn=True
                 )
+            start = file.tell()
             body = memoryview(file.read(head.body_nbytes))
             left -= head.body_nbytes
             if body_digest(body) != head.body_digest:
-                raise DamagedError(f"{name}: record {head.number} does not have its checksum", path=name, torn=not left)
+                torn = not left and _was_grown(body, start)
+                raise DamagedError(f"{name}: record {head.number} does not have its checksum", path=name, torn=torn)
             yield Found(head, body)
+
+
+def _was_grown(body: memoryview, start: int) -> bool:
+    """Whether the file got this length without all of its bytes: it ends in zeros, or has a page of them."""
+    if not any(body[-_ENDING_ZEROS:]):
+        return True
+    first = -start % _PAGE
+    return any(not any(body[page : page + _PAGE]) for page in range(first, len(body) - _PAGE + 1, _PAGE))
 
 
 def _are_zeros(file: BinaryIO) -> bool:

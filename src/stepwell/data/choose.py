@@ -50,6 +50,17 @@ def make_source(
     return _replayed(data, seed, emit)
 
 
+def initial_seed(data: Any) -> int:
+    """The seed that the script gave: the loader's generator's, or else that of torch.manual_seed."""
+    if isinstance(data, DataLoader):
+        samplers = layers(data.sampler if data.batch_sampler is None else data.batch_sampler)
+        generators = [data.generator, *(getattr(sampler, "generator", None) for sampler in samplers)]
+        for generator in generators:
+            if isinstance(generator, torch.Generator):
+                return generator.initial_seed()
+    return torch.initial_seed()
+
+
 def _is_shuffled_alone(data: DataLoader[Any]) -> bool:
     """Whether it shuffles as if there were no other ranks. Other samplers may know of them."""
     given = data.sampler if data.batch_sampler is None else data.batch_sampler

@@ -62,6 +62,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._is_shuffled, self._is_keyed, self._seed = shuffle, keyed, seed
         self._alone: LoaderSource | None = None
         self._at = Cursor()
+        self._has_delivered, self._rounds = False, 0
 
     def source(self, seed: int, owner: Owner | None = None) -> LoaderSource:
         """What a run reads from; seed and rank are the run's, where none were given."""
@@ -75,10 +76,21 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         source = self._opened()
-        for batch in source.open(self._at):
-            self._at = source.after(self._at)
+        if self._has_delivered and source.is_over(self._at):  # to somebody who stopped after `len()` batches
+            self._at = source.following(self._at)
+        self._has_delivered = False
+        self._rounds += 1
+        return self._deliver(source, self._at, self._rounds)
+
+    def _deliver(self, source: LoaderSource, at: Cursor, round: int) -> Iterator[Any]:
+        """Each iterator has its own place; where the loader is, is where the newest one is."""
+        for batch in source.open(at):
+            at = source.after(at)
+            if round == self._rounds:
+                self._at, self._has_delivered = at, True
             yield batch
-        self._at = source.following(self._at)
+        if round == self._rounds:
+            self._at, self._has_delivered = source.following(at), False
 
     def __len__(self) -> int:
         """Batches of a whole epoch that begins with its first sample."""
@@ -93,6 +105,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Go on where `state_dict` was called. Raises DataError if that is another place now."""
         at = Cursor(state["epoch"], state["batches"], state["samples"])
         self._at, before = at, self._at
+        self._has_delivered = False
         for name, now in self.state_dict().items():
             if at.samples and state[name] != now:
                 self._at = before

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stepwell import events
 from stepwell.bar import bar
 from stepwell.data.cursor import Cursor
+from stepwell.data.events import Replay
 from stepwell.data.sampler import CountsBatches
 from stepwell.errors import DataError
+from stepwell.events import Event
 
 
 class ReplaySource(CountsBatches):
@@ -22,7 +23,7 @@ class ReplaySource(CountsBatches):
 
     exactness = "replay"
 
-    def __init__(self, batches: Any, emit: Callable[[events.Event], None], prepare: Callable[[int], None]) -> None:
+    def __init__(self, batches: Any, emit: Callable[[Event], None], prepare: Callable[[int], None]) -> None:
         self._batches, self._emit, self._prepare = batches, emit, prepare
 
     def open(self, at: Cursor) -> Iterator[Any]:
@@ -48,7 +49,7 @@ class ReplaySource(CountsBatches):
                         found=number,
                     ) from None
                 shown.add(1)
-        self._emit(events.Replay(epoch=at.epoch, batches=at.batches, seconds=time.monotonic() - started))
+        self._emit(Replay(epoch=at.epoch, batches=at.batches, seconds=time.monotonic() - started))
 
     def left(self, at: Cursor) -> int | None:
         try:

@@ -105,7 +105,10 @@ class Plain(Sampler[Any]):
         return self.left(self._at)
 
     def __iter__(self) -> Iterator[Any]:
-        (epoch, _, at), cut, length = self._at, self._cut, len(self._samples)
+        return self._from(self._at)  # now: it may be another place when the first batch is asked for
+
+    def _from(self, start: Cursor) -> Iterator[Any]:
+        (epoch, _, at), cut, length = start, self._cut, len(self._samples)
         inside, order = max(0, length - at) // cut.whole, self._order(epoch)
         size, is_plain = cut.size, self._batched and not self._keyed
         first, count = 0, 1
@@ -117,12 +120,11 @@ class Plain(Sampler[Any]):
                 batch = numbers[begin : begin + size]
                 yield batch if is_plain else self._made(batch, epoch)
             first, count = first + count, max(1, min(16 * count, _AT_ONCE // cut.size))
-        if cut.left(self._at, length) > inside:
-            yield self._last(cut.positions(at + inside * cut.whole, length), length)
+        if cut.left(start, length) > inside:
+            yield self._last(epoch, cut.positions(at + inside * cut.whole, length), length)
 
-    def _last(self, positions: range, length: int) -> Any:
+    def _last(self, epoch: int, positions: range, length: int) -> Any:
         """The batch that does not lie inside the epoch: shorter, or gone on after its end."""
-        epoch = self._at.epoch
         if self._cut.tail != "carry":
             found = self._order(epoch)(torch.tensor([place % length for place in positions], dtype=torch.int64))
             return self._made(found.tolist(), epoch)
@@ -200,10 +202,13 @@ class Skipping(CountsBatches, Sampler[Any]):
         return max(0, len(self._inner) - self._at.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        _reseed(self._inner, self._seed, self._at.epoch)
+        return self._from(self._at)
+
+    def _from(self, start: Cursor) -> Iterator[Any]:
+        _reseed(self._inner, self._seed, start.epoch)
         for number, indices in enumerate(self._inner):
-            if number >= self._at.batches:
-                yield Ticket(indices, self._at.epoch, number) if self._keyed else indices
+            if number >= start.batches:
+                yield Ticket(indices, start.epoch, number) if self._keyed else indices
 
 
 def _reseed(sampler: Any, seed: int, epoch: int) -> None:

@@ -11,6 +11,9 @@ from __future__ import annotations
 import warnings
 
 _STEPS_WITHOUT_TRIGGER = 20
+_IDLE_BATCHES = 50
+_READ = "Iterate `ckpt.data` instead of the loader that you gave as data="
+_CALL = "Call `ckpt.step()` at the end of the loop body, or give the loader as data= and iterate `ckpt.data`"
 
 
 class StepCounter:
@@ -18,14 +21,16 @@ class StepCounter:
 
     def __init__(self) -> None:
         self.step = 0
-        self.has_optimizers = False
+        self.has_optimizers = self.has_data = False
         self.is_explicit = False
         self.has_stepped = False
         self._stepped = False
         self._delivered = 0
         self._is_called = False
+        self._has_part = False
         self._calls = 0
         self._warned = False
+        self._idle, self._idle_limit = 0, _IDLE_BATCHES
 
     def on_optimizer_step(self) -> None:
         """A tracked optimizer's step was entered. Warns once if nobody ends the iterations."""
@@ -34,10 +39,15 @@ class StepCounter:
         if self._calls > _STEPS_WITHOUT_TRIGGER and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._calls} optimizer steps without a trigger: nothing is being checkpointed. Iterate `ckpt.data` "
-                "instead of your loader, or call `ckpt.step()` at the end of the loop body",
+                f"stepwell: {self._calls} optimizer steps without a trigger: nothing is being checkpointed. "
+                + (_READ if self.has_data else _CALL),
                 stacklevel=5,
             )
+
+    @property
+    def calls(self) -> int:
+        """Optimizer steps since an iteration ended."""
+        return self._calls
 
     def on_delivered(self) -> None:
         """A batch went to the loop."""
@@ -53,14 +63,9 @@ class StepCounter:
         return self.is_explicit and self._stepped and not self._is_called
 
     @property
-    def is_between(self) -> bool:
-        """Nothing was begun since the last step."""
-        return not (self._stepped or self._delivered)
-
-    @property
-    def is_ahead(self) -> bool:
-        """A batch was delivered and no optimizer stepped since: accumulation, or a consumer that reads ahead."""
-        return self.has_optimizers and self._delivered > 0 and not self._stepped
+    def has_begun(self) -> bool:
+        """Something was begun since the last step: an optimizer stepped, or batches wait for its step."""
+        return self._stepped or self._has_part or self._delivered > 0
 
     def end_iteration(self) -> bool:
         """Everything of an iteration is over. True if it was a step."""
@@ -68,8 +73,17 @@ class StepCounter:
         # Also asked by save() and close(): without a new call, or a new batch, nothing new was done.
         without = self._is_called if self.is_explicit else self._delivered > 0
         stepped = self._stepped or (not self.has_optimizers and without)
+        self._idle = 0 if stepped else self._idle + without
+        self._has_part = not stepped and (self._has_part or self._is_called)
         self._is_called = False
         if stepped:
             self._stepped, self._delivered = False, 0
             self.step += 1
         return stepped
+
+    def note_idle(self) -> int:
+        """Batches, or calls, since the last step, when that is worth a word: rarer and rarer. Else 0."""
+        if self._idle < self._idle_limit:
+            return 0
+        self._idle_limit = 2 * self._idle
+        return self._idle

@@ -83,6 +83,9 @@ class Fields:
         self._document = document
         self._path = path
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._document
+
     def _fail(self, key: str, expected: str) -> NoReturn:
         found = self._document.get(key)
         raise DamagedError(

@@ -7,13 +7,13 @@ Holds:   a manifest names every record by digest; a lineage names its parent and
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
-from stepwell.errors import DamagedError
+from stepwell.errors import ConfigError, DamagedError
 from stepwell.format.document import Fields, seal, unseal
 from stepwell.format.record import check_file_name
-from stepwell.types import CheckpointId
+from stepwell.types import CheckpointId, Keep
 
 MANIFEST: Final = "stepwell.manifest/1"
 RUN: Final = "stepwell.run/1"
@@ -150,7 +150,8 @@ class Run:
 class Lineage:
     """One continuation of the run: it left lineage `parent` at `step` (parent 0: it started fresh).
 
-    `lossy`: of what it went on from, if that was not the state to the bit.
+    `lossy`: of what it went on from, if that was not the state to the bit. `keep`: what its process was told to keep;
+    None where an older version wrote it.
     """
 
     number: int
@@ -159,6 +160,7 @@ class Lineage:
     created: float
     host: str
     lossy: str | None = None
+    keep: Keep | None = None
 
     def dump(self) -> bytes:
         """Bytes of `lineage/<number>.json`."""
@@ -171,6 +173,7 @@ class Lineage:
                 "created": self.created,
                 "host": self.host,
                 **({} if self.lossy is None else {"lossy": self.lossy}),
+                **({} if self.keep is None else {"keep": asdict(self.keep)}),
             }
         )
 
@@ -185,4 +188,14 @@ class Lineage:
             created=fields.number("created"),
             host=fields.text("host"),
             lossy=fields.optional("lossy", None) and fields.text("lossy"),
+            keep=None if fields.optional("keep", None) is None else _load_keep(fields.raw("keep"), path),
         )
+
+
+def _load_keep(document: object, path: str) -> Keep:
+    fields = Fields(document, path=path)
+    try:
+        every = None if fields.optional("every", None) is None else fields.integer("every")
+        return Keep(last=fields.integer("last"), every=every, epochs=fields.flag("epochs"))
+    except ConfigError as error:
+        raise DamagedError(f"{path}: {error}", path=path) from error

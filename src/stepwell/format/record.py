@@ -46,6 +46,7 @@ class LeafEntry:
     global_shape:  shape of the whole tensor of which this is the box at `offsets` (equal to shape on one rank)
     private:       this rank's own: leaves of this name in other records are other tensors
     codec:         raw, or the name of the code; `parent` names the base of a delta; `exact` is false for lossy codes
+    strides:       how the whole tensor lies in memory, without gaps; None: row by row. In the file it always does
     """
 
     name: str
@@ -62,6 +63,7 @@ class LeafEntry:
     exact: bool = True
     parent: str | None = None
     private: bool = False
+    strides: tuple[int, ...] | None = None
 
     @property
     def box(self) -> Box:
@@ -84,7 +86,11 @@ class Record:
     parity: dict[str, Any] | None = None
     versions: dict[str, str] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
-    """Digests over samples of what several ranks (`0,1,2`) hold copies of, and each stores a part of."""
+    """Digests over samples of what several ranks (`0-2`) hold copies of, and store parts of."""
+    elsewhere: tuple[LeafEntry, ...] | None = None
+    """Leaves of the tree of which this rank stores nothing, as whole tensors. None: not known, as in older records."""
+    partners: tuple[int, ...] = ()
+    """Ranks that store the rest of what this rank holds."""
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +99,9 @@ class Record:
 
     def dump(self) -> bytes:
         """Bytes of the record file."""
-        copies = {"copies": self.copies} if self.copies else {}
+        more: dict[str, Any] = {"copies": self.copies} if self.copies else {}
+        if self.elsewhere is not None:
+            more |= {"elsewhere": [absent_fields(leaf) for leaf in self.elsewhere], "partners": self.partners}
         return seal(
             {
                 "format": KIND,
@@ -107,9 +115,9 @@ class Record:
                 "suspect": self.suspect,
                 "parity": self.parity,
                 "versions": self.versions,
-                **copies,
+                **more,
                 "files": [asdict(file) for file in self.files],
-                "leaves": [_fields(leaf) for leaf in self.leaves],
+                "leaves": [leaf_fields(leaf) for leaf in self.leaves],
                 "tree": self.tree,
             }
         )
@@ -122,7 +130,11 @@ class Record:
         if len({file.name for file in files}) != len(files):
             raise DamagedError(f"{path}: two files share a name", path=path)
         leaves = tuple(_leaf(item, files, path) for item in fields.items("leaves"))
-        if len({leaf.name for leaf in leaves}) != len(leaves):
+        elsewhere = (
+            tuple(load_absent(item, path) for item in fields.items("elsewhere")) if "elsewhere" in fields else None
+        )
+        named = [leaf.name for leaf in (*leaves, *(elsewhere or ()))]
+        if len(set(named)) != len(named):
             raise DamagedError(f"{path}: two leaves share a name", path=path)
         for number, file in enumerate(files):
             _check_cover(file, [leaf for leaf in leaves if leaf.file == number], path)
@@ -136,6 +148,9 @@ class Record:
         owner = Owner(fields.integer("rank"), fields.integer("world_size"))
         if owner.rank >= owner.world_size:
             raise DamagedError(f"{path}: rank {owner.rank} of {owner.world_size}", path=path)
+        partners = fields.shape("partners") if elsewhere is not None else ()
+        if any(rank >= owner.world_size for rank in partners):
+            raise DamagedError(f"{path}: partners beyond rank {owner.world_size - 1}", path=path)
         return cls(
             run=fields.run_id("run"),
             id=CheckpointId(fields.integer("step"), fields.integer("repeat"), fields.integer("lineage")),
@@ -145,18 +160,47 @@ class Record:
             parity=parity,
             versions=versions,
             copies=copies,
+            elsewhere=elsewhere,
+            partners=partners,
             files=files,
             leaves=leaves,
             tree=fields.raw("tree"),
         )
 
 
-def _fields(leaf: LeafEntry) -> dict[str, Any]:
-    """As it is written; `private` only where it is true, so that one rank writes what it always wrote."""
-    fields = asdict(leaf)
+def leaf_fields(leaf: LeafEntry) -> dict[str, Any]:
+    """As it is written; `private` and `strides` only where they say something, so that old readers' files stay as
+    they were.
+    """
+    fields = dict(vars(leaf))  # not `asdict`, which copies every tuple
     if not leaf.private:
         del fields["private"]
+    if leaf.strides is None:
+        del fields["strides"]
     return fields
+
+
+def absent_fields(leaf: LeafEntry) -> dict[str, Any]:
+    """Of a leaf of which nothing is stored here: what the tensor is."""
+    fields = {key: getattr(leaf, key) for key in ("name", "dtype", "global_shape", "device")}
+    return fields if leaf.strides is None else fields | {"strides": leaf.strides}
+
+
+def absent_leaf(
+    name: str, dtype: str, shape: tuple[int, ...], device: str, strides: tuple[int, ...] | None
+) -> LeafEntry:
+    """A leaf of which nothing is stored here."""
+    offsets = (0,) * len(shape)
+    return LeafEntry(name, 0, dtype, shape, 0, 0, "value", device, shape, offsets, strides=strides)
+
+
+def load_absent(item: object, path: str) -> LeafEntry:
+    fields = Fields(item, path=path)
+    strides = None if fields.optional("strides", None) is None else fields.shape("strides")
+    what = fields.text("name"), fields.text("dtype"), fields.shape("global_shape"), fields.text("device")
+    leaf = absent_leaf(*what, strides)
+    _check_kind(leaf, path)
+    return leaf
 
 
 def check_file_name(name: str, *, path: str) -> str:
@@ -200,21 +244,28 @@ def _leaf(item: object, files: tuple[FileEntry, ...], path: str) -> LeafEntry:
         exact=fields.flag("exact"),
         parent=fields.optional_text("parent"),
         private=fields.optional_flag("private"),
+        strides=None if fields.optional("strides", None) is None else fields.shape("strides"),
     )
-    if not dtypes.is_known(leaf.dtype):
-        raise DamagedError(f"{path}: leaf {leaf.name!r} has unknown element type {leaf.dtype!r}", path=path)
     if leaf.codec != "raw" or leaf.parent is not None:
         raise DamagedError(
             f"{path}: leaf {leaf.name!r} is coded as {leaf.codec!r}, this version reads 'raw'",
             path=path,
             leaf=leaf.name,
         )
-    if not _DEVICE.fullmatch(leaf.device) or not _is_box(leaf):
-        raise DamagedError(f"{path}: leaf {leaf.name!r} has a device or box that is none", path=path, leaf=leaf.name)
+    _check_kind(leaf, path)
     size = dtypes.element_count(leaf.shape) * dtypes.itemsize(leaf.dtype)
     if leaf.file >= len(files) or leaf.end - leaf.start != size or leaf.end > files[leaf.file].nbytes:
         raise DamagedError(f"{path}: leaf {leaf.name!r} does not lie inside its file", path=path, leaf=leaf.name)
     return leaf
+
+
+def _check_kind(leaf: LeafEntry, path: str) -> None:
+    if not dtypes.is_known(leaf.dtype):
+        raise DamagedError(f"{path}: leaf {leaf.name!r} has unknown element type {leaf.dtype!r}", path=path)
+    if not _DEVICE.fullmatch(leaf.device) or not _is_box(leaf):
+        raise DamagedError(f"{path}: leaf {leaf.name!r} has a device or box that is none", path=path, leaf=leaf.name)
+    if leaf.strides is not None and not _is_dense(leaf.global_shape, leaf.strides):
+        raise DamagedError(f"{path}: leaf {leaf.name!r} has strides with gaps", path=path, leaf=leaf.name)
 
 
 def _is_box(leaf: LeafEntry) -> bool:
@@ -223,6 +274,18 @@ def _is_box(leaf: LeafEntry) -> bool:
         return False
     corners = zip(leaf.offsets, leaf.shape, leaf.global_shape, strict=True)
     return all(offset + size <= whole for offset, size, whole in corners)
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements with these strides lie side by side: what is allocated for them is what they take."""
+    if len(shape) != len(strides):
+        return False
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
 
 
 def _check_cover(file: FileEntry, leaves: list[LeafEntry], path: str) -> None:

@@ -97,9 +97,12 @@ def _encode(value: Any, path: Path, extern: Extern) -> Any:
 
 
 def _encode_items(value: Iterable[Any], path: Path, extern: Extern) -> list[Any]:
-    """Small integers come by the hundred (numbers of parameters, state of generators): they stand for themselves."""
+    """Numbers come by the million (parameters, generators, losses): what stands for itself is not looked at further."""
+    isfinite = math.isfinite
     return [
-        item if type(item) is int and -_JSON_INT <= item < _JSON_INT else _encode(item, (*path, str(i)), extern)
+        item
+        if (type(item) is int and -_JSON_INT <= item < _JSON_INT) or (type(item) is float and isfinite(item))
+        else _encode(item, (*path, str(i)), extern)
         for i, item in enumerate(value)
     ]
 

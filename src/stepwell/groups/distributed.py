@@ -1,20 +1,18 @@
 """The group of torch.distributed, over its key-value store.
 
-Owns:    the keys `stepwell/...` of the store, one set for each round.
+Owns:    the keys `stepwell/...` of the store, a prefix for each round (rounds); the end of a store that hangs.
 Not:     the collectives: they belong to training. Ours would have to come in the same order as its own on every rank,
          one that does not return takes the process group with it, and gloo does not say who is missing.
-Holds:   all ranks agree whether a round took place: its outcome is one key, written once. Whoever comes later reads the
-         same. A call also ends when the store does not answer, because its process is gone or stopped: it runs on a
-         thread that can be left behind.
+Holds:   all ranks agree whether a round took place. A call also ends when the store does not answer, because its
+         process is gone or stopped: it runs on a thread that can be left behind. One round is in the store, and what
+         the ranks have not yet cleared away of the one before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -24,9 +22,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from stepwell.errors import ConfigError
 from stepwell.groups.group import Absent, Group
+from stepwell.groups.rounds import Round
 
-_WHOLE: Final = "whole"
-_PART_BYTES: Final = 4 << 20  # the TCP store takes values of up to 8 MiB
 _CLOSE_SECONDS: Final = 2.0
 
 T = TypeVar("T")
@@ -39,7 +36,7 @@ class DistributedGroup(Group):
         super().__init__(rank=dist.get_rank(), size=dist.get_world_size())
         self._store: Any = None
         self._prefix = ""
-        self._round = 0
+        self._number = 0
         self._old_keys: list[str] = []
 
     def _exchange(self, data: bytes, seconds: float) -> list[bytes]:
@@ -50,39 +47,18 @@ class DistributedGroup(Group):
             raise self._no_store(seconds, error) from error
 
     def _trade(self, data: bytes, seconds: float) -> list[bytes]:
-        deadline = time.monotonic() + seconds
         if self._store is None:
             self._store = _connect()
+        if not self._prefix:
             # Counted in the store, not in the process: a restarted process would begin at the old keys again.
             self._prefix = f"stepwell/{self._store.add(f'stepwell/opened/{self.rank}', 1)}"
-        store, round_key = self._store, f"{self._prefix}/{self._round}"
-        outcome, arrived = f"{round_key}/outcome", f"{round_key}/arrived"
-        values = [f"{round_key}/{rank}" for rank in range(self.size)]
-        self._round += 1
-        parts = [data[start : start + _PART_BYTES] for start in range(0, len(data), _PART_BYTES)]
-        mine = values[self.rank]
-        for number, part in enumerate(parts[1:], 1):
-            store.set(f"{mine}/{number}", part)
-        # Last: whoever sees this key finds all parts.
-        store.set(mine, b"%d %s" % (len(parts), parts[0]))
-        if store.add(arrived, 1) == self.size:
-            store.compare_set(outcome, "", _WHOLE)
-        try:
-            store.wait([outcome], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError:  # the time is over; if the store is gone, the next line says so
-            missing = [rank for rank, key in enumerate(values) if not store.check([key])]
-            # The first to write decides for all, also for a rank that is only late.
-            store.compare_set(outcome, "", json.dumps([missing, seconds]) if missing else _WHOLE)
-        verdict = store.get(outcome).decode()
-        if verdict != _WHOLE:
-            raise Absent(*json.loads(verdict))
-        answers = [_read(store, key, first) for key, first in zip(values, store.multi_get(values), strict=True)]
+        this = Round(self._store, f"{self._prefix}/{self._number}", self.rank, self.size)
+        self._number += 1
+        answers = this.meet(data, seconds)
         # Everybody is in this round, so everybody has read the one before.
         for key in self._old_keys:
-            store.delete_key(key)
-        self._old_keys = [mine, *(f"{mine}/{number}" for number in range(1, len(parts)))]
-        if self.is_leader:
-            self._old_keys += [outcome, arrived]
+            self._store.delete_key(key)
+        self._old_keys = this.own_keys
         return answers
 
     def _no_store(self, seconds: float, error: Exception) -> Absent:
@@ -90,18 +66,27 @@ class DistributedGroup(Group):
             return Absent([], seconds, f": the store that torchrun holds does not answer ({error})")
         return Absent([0], seconds, f": it holds the store of the process group, which does not answer ({error})")
 
-    def _leave(self) -> None:
+    def rest(self) -> None:
+        """The process that has the store holds a descriptor for each connection: it is given back."""
         if self._store is not None:
             with contextlib.suppress(TimeoutError, RuntimeError):
-                _within(_CLOSE_SECONDS, self._say_goodbye)
+                _within(_CLOSE_SECONDS, lambda: self._store.set(self._closed(self.rank), ""))
             self._store = None
 
-    def _say_goodbye(self) -> None:
+    def _leave(self) -> None:
         """The store may end with rank 0, which therefore waits until the others have read the last round."""
-        keys = [f"{self._prefix}/closed/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], "")
-        if self.is_leader and not _is_store_outside():
-            self._store.wait(keys, timedelta(seconds=_CLOSE_SECONDS))
+        self.rest()
+        if self._prefix and self.is_leader and not _is_store_outside():
+            # ValueError: training has let go of its process group already, and so of the store.
+            with contextlib.suppress(TimeoutError, RuntimeError, ValueError, ConfigError):
+                _within(_CLOSE_SECONDS, self._wait_for_others)
+
+    def _wait_for_others(self) -> None:
+        keys = [self._closed(rank) for rank in range(self.size)]
+        _connect().wait(keys, timedelta(seconds=_CLOSE_SECONDS))
+
+    def _closed(self, rank: int) -> str:
+        return f"{self._prefix}/closed/{self._number}/{rank}"
 
 
 def _is_store_outside() -> bool:
@@ -117,11 +102,6 @@ def _connect() -> Any:
             f"torch.distributed with backend {dist.get_backend()} has no store to talk over; with MPI, import mpi4py"
         )
     return store.clone()
-
-
-def _read(store: Any, key: str, first: bytes) -> bytes:
-    count, _, data = first.partition(b" ")
-    return data + b"".join(store.get(f"{key}/{number}") for number in range(1, int(count)))
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:

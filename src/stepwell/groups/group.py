@@ -39,6 +39,8 @@ class Group(ABC):
 
     node, nodes:             on which machine this process is, by first appearance in rank order, and of how many
     local_rank, local_size:  this process among those of its node, in rank order
+    node_of:                 the number of each rank's machine
+    hosts:                   the name of each rank's machine, for people; empty if there is one machine
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -48,6 +50,8 @@ class Group(ABC):
         self.nodes = 1
         self.local_rank = 0
         self.local_size = 1
+        self.node_of = [0] * size
+        self.hosts: list[str] = []
         self._error: GroupError | None = None
 
     @property
@@ -58,13 +62,17 @@ class Group(ABC):
     def open(self, seconds: float | None = None) -> None:
         """Meet the others, and learn which ranks share a node."""
         names = self.all_gather(_node_name(), "opening the group", seconds)
-        order = list(dict.fromkeys(names))
-        mine = [rank for rank, name in enumerate(names) if name == names[self.rank]]
-        self.node, self.nodes = order.index(names[self.rank]), len(order)
-        self.local_rank, self.local_size = mine.index(self.rank), len(mine)
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        self.node_of = [numbers[name] for name in names]
+        self.node, self.nodes = self.node_of[self.rank], len(numbers)
+        self.local_rank, self.local_size = self.node_of[: self.rank].count(self.node), self.node_of.count(self.node)
+        self.hosts = [name.partition(" ")[0] for name in names] if self.nodes > 1 else []
 
     def all_gather(self, value: Any, what: str, seconds: float | None = None) -> list[Any]:
-        """Everybody's value, in rank order. `what` is for the error; all ranks must give the same."""
+        """Everybody's value, in rank order. `what` is for the error; all ranks must give the same.
+
+        Equal values are one object: who wants to change one copies it first.
+        """
         return self._meet("all_gather", value, what, seconds)
 
     def broadcast(self, value: Any, what: str, seconds: float | None = None, root: int = 0) -> Any:
@@ -75,6 +83,10 @@ class Group(ABC):
     def barrier(self, what: str, seconds: float | None = None) -> None:
         """Return when everybody has called."""
         self._meet("barrier", None, what, seconds)
+
+    def rest(self) -> None:
+        """Let go of connections; the next call makes them again. Not collective, does not wait."""
+        return
 
     def close(self) -> None:
         """Leave; later calls raise. Does not wait for the others, but for a moment on rank 0. May be called twice."""
@@ -88,24 +100,28 @@ class Group(ABC):
             raise GroupError(str(self._error), **self._error.fields) from self._error
         seconds = default_seconds() if seconds is None else seconds
         call = f"{kind} '{what}' of {self.size} ranks"
-        data = json.dumps([call, value], separators=(",", ":")).encode()
+        message = b"\n".join(json.dumps(part, separators=(",", ":")).encode() for part in (call, value))
         # Stays if the wait is interrupted: this rank is then out of step with the others.
         self._error = GroupError(f"'{what}' was interrupted; restart all ranks", missing=[], operation=what)
         try:
-            answers = [json.loads(answer) for answer in self._exchange(data, seconds)]
+            messages = self._exchange(message, seconds)
         except Absent as absent:
             self._error = _absence(absent, what)
             raise self._error from absent
-        calls = [answer[0] for answer in answers]
-        if any(other != call for other in calls):
-            self._error = _mismatch(calls, what)
+        calls, values = zip(*(message.split(b"\n") for message in messages), strict=True)
+        if len(set(calls)) > 1:
+            self._error = _mismatch([json.loads(other) for other in calls], what)
             raise self._error
+        # Each different value is read once, and all of them in one go: a thousand small ones are nothing then.
+        different = dict.fromkeys(values)
+        found = json.loads(b"[%s]" % b",".join(different))
+        answers = dict(zip(different, found, strict=True))
         self._error = None
-        return [answer[1] for answer in answers]
+        return [answers[value] for value in values]
 
     @abstractmethod
     def _exchange(self, data: bytes, seconds: float) -> list[bytes]:
-        """Everybody's bytes in rank order; raises `Absent`. The n-th call of one rank meets the n-th of the others."""
+        """Everybody's lines of JSON, by rank; raises `Absent`. The n-th call of one meets the n-th of all others."""
 
     def _leave(self) -> None:
         """Let go of what the backend holds, after the last exchange of a group that has had no error."""

@@ -1,17 +1,15 @@
-"""How the ranks find rank 0 and prove that they belong to the run.
+"""How the ranks find who is above them on the line, and prove that they belong to the run.
 
-Owns:    the addresses rank 0 can be reached at, and the greeting on a new connection: rank 0 sends a challenge, the
-         caller answers with its rank and a keyed hash over both, rank 0 proves itself likewise.
-Not:     how the token travels (by the group, which only the run's processes are in).
-Holds:   the token itself is never sent over a connection; who does not know it learns nothing and is dropped.
+Owns:    the addresses rank 0 can be reached at, and calling it, or the first rank of a node on that node: the greeting
+         is that of all connections of a run (trust.greeting), and what the caller claims is its rank.
+Not:     the secret, which both ends have from a file or the environment and nothing here passes on.
+Holds:   who does not know the secret learns nothing and is dropped, and who was told a wrong address finds out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
-import secrets
 import socket
 import struct
 import time
@@ -19,87 +17,77 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from stepwell.groups.wire import prepare
+from stepwell.trust.greeting import NONCE_BYTES, PROOF_BYTES, Caller, Guest, Terms
+from stepwell.trust.seal import Seals
+from stepwell.trust.secret import derive
 
+_HERE: Final = "127.0.0.1"
 _RANK: Final = struct.Struct("<I")
-_NONCE_BYTES: Final = 16
-_HASH_BYTES: Final = 32
-_ANSWER_BYTES: Final = _RANK.size + _NONCE_BYTES + _HASH_BYTES
 _TRY_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 0.05
+_BACKLOG: Final = 1024
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where rank 0 listens, and the secret of this line."""
+    """Where a rank listens, and the number of this start: ranks of another start of the run are not let in."""
 
     addresses: list[str]
     port: int
-    token: bytes
+    start: str
 
     def to_plain(self) -> dict[str, Any]:
-        """For the group, which carries JSON."""
-        return {"addresses": self.addresses, "port": self.port, "token": self.token.hex()}
+        """For the group, which carries JSON. Nothing in it is secret."""
+        return {"addresses": self.addresses, "port": self.port, "start": self.start}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Place:
         """What `to_plain` gave."""
-        return cls(plain["addresses"], plain["port"], bytes.fromhex(plain["token"]))
+        return cls(plain["addresses"], plain["port"], plain["start"])
+
+    def beside(self, port: int) -> Place:
+        """Where the first rank of this node listens, in the same start. The ranks of a node share its loopback."""
+        return Place([_HERE], port, self.start)
+
+    def terms(self, key: bytes) -> Terms:
+        """For who has the run's key."""
+        return Terms(derive(key, "line"), "line/3", self.start, _RANK.size)
 
 
-def listen(size: int, *, is_one_node: bool) -> tuple[socket.socket, Place]:
-    """Listen on a free port: for this machine only if all ranks are on it."""
-    if is_one_node:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=size)
-        addresses = ["127.0.0.1"]
+def listen(*, is_for_node: bool) -> tuple[socket.socket, Place]:
+    """Listen on a free port: for this machine only if all that call are on it."""
+    if is_for_node:
+        listener = socket.create_server((_HERE, 0), backlog=_BACKLOG)
+        addresses = [_HERE]
     else:
         has_both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if has_both else socket.AF_INET
-        listener = socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=has_both)
+        listener = socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=has_both)
         addresses = _own_addresses()
     listener.setblocking(False)
-    return listener, Place(addresses, listener.getsockname()[1], secrets.token_bytes(16))
+    return listener, Place(addresses, listener.getsockname()[1], os.urandom(16).hex())
 
 
-class Guest:
-    """A connection to rank 0 that has not proved anything yet. Never blocks."""
-
-    def __init__(self, sock: socket.socket, token: bytes) -> None:
-        self.socket = sock
-        self.deadline = time.monotonic() + _TRY_SECONDS
-        self._token = token
-        self._challenge = secrets.token_bytes(_NONCE_BYTES)
-        self._answer = b""
-
-    def greet(self) -> None:
-        """Send the challenge."""
-        self.socket.setblocking(False)
-        self.socket.send(self._challenge)
-
-    def read(self) -> int | None:
-        """The rank, once proved; None if there is more to come. Raises OSError for who cannot prove it."""
-        # Not more than the answer: what follows belongs to the wire.
-        data = self.socket.recv(_ANSWER_BYTES - len(self._answer))
-        if not data:
-            raise ConnectionError("the caller hung up")
-        self._answer += data
-        if len(self._answer) < _ANSWER_BYTES:
-            return None
-        claim, proof = self._answer[:-_HASH_BYTES], self._answer[-_HASH_BYTES:]
-        if not hmac.compare_digest(proof, _prove(self._token, b"caller", self._challenge, claim)):
-            raise PermissionError("the caller does not know the token")
-        self.socket.send(_prove(self._token, b"rank 0", self._challenge, claim))
-        rank: int = _RANK.unpack_from(claim)[0]
-        return rank
+def receive_guest(sock: socket.socket, terms: Terms) -> Guest:
+    """Who has called and has not proved anything yet. Raises OSError if it is gone already."""
+    sock.setblocking(False)
+    return Guest(sock, terms, _TRY_SECONDS)
 
 
-def call(place: Place, rank: int, deadline: float) -> socket.socket:
-    """Connect to rank 0, at whichever address it can be reached. Blocks; raises OSError when the time is over."""
+def rank_of(guest: Guest) -> int:
+    """Of one that has proved itself."""
+    rank: int = _RANK.unpack(guest.claim)[0]
+    return rank
+
+
+def call(place: Place, key: bytes, rank: int, deadline: float) -> tuple[socket.socket, Seals]:
+    """Connect, at whichever address it can be reached. Blocks; raises OSError when the time is over."""
     while True:
         errors = []
         for address in place.addresses:
             left = min(_TRY_SECONDS, deadline - time.monotonic())
             try:
-                return _call_one((address, place.port), place.token, rank, max(0.1, left))
+                return _call_one((address, place.port), place.terms(key), rank, max(0.1, left))
             except OSError as error:
                 errors.append(f"{address}: {error}")
         if time.monotonic() > deadline:
@@ -107,23 +95,19 @@ def call(place: Place, rank: int, deadline: float) -> socket.socket:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _call_one(address: tuple[str, int], token: bytes, rank: int, seconds: float) -> socket.socket:
+def _call_one(address: tuple[str, int], terms: Terms, rank: int, seconds: float) -> tuple[socket.socket, Seals]:
     sock = socket.create_connection(address, timeout=seconds)
     try:
         prepare(sock)
-        challenge = _receive(sock, _NONCE_BYTES)
-        claim = _RANK.pack(rank) + secrets.token_bytes(_NONCE_BYTES)
-        sock.sendall(claim + _prove(token, b"caller", challenge, claim))
-        if not hmac.compare_digest(_receive(sock, _HASH_BYTES), _prove(token, b"rank 0", challenge, claim)):
-            raise PermissionError("somebody else answers there")
+        caller = Caller(terms, _RANK.pack(rank))
+        sock.sendall(caller.answer(_receive(sock, NONCE_BYTES)))
+        seals = caller.check(_receive(sock, PROOF_BYTES))
+        if seals is None:
+            raise PermissionError("it does not know the secret of this run, or of this start")
     except BaseException:
         sock.close()
         raise
-    return sock
-
-
-def _prove(token: bytes, who: bytes, challenge: bytes, claim: bytes) -> bytes:
-    return hmac.digest(token, who + challenge + claim, "sha256")
+    return sock, seals
 
 
 def _receive(sock: socket.socket, count: int) -> bytes:
@@ -146,7 +130,7 @@ def _own_addresses() -> list[str]:
 def own_address(*, is_one_node: bool) -> str:
     """One address of this machine that the other nodes reach: what the launcher names, or where it calls from."""
     if is_one_node:
-        return "127.0.0.1"
+        return _HERE
     master = os.environ.get("MASTER_ADDR", "")
     return master if _is_own(master) else _outward_address() or socket.gethostname()
 

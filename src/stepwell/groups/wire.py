@@ -1,46 +1,29 @@
-"""One connection of the line: messages in, messages out, without ever blocking.
+"""One connection of the line: frames in, frames out, without ever blocking.
 
-Owns:    framing (length, then JSON), the bytes that wait to be sent, when a silent peer counts as lost.
-Not:     who is at the other end (meet), and which thread does the work (line).
-Holds:   a message is whole or not there; a length from the network is checked before anything is kept for it.
+Owns:    the tag of each frame on this connection, the bytes that wait to be sent, when a silent peer counts as lost.
+Not:     what is in a frame (frame), who is at the other end (meet), where a frame goes (hub); tags (trust.seal).
+Holds:   a frame is whole and what the other end sent, or not there. One thread uses it: the line's.
 """
 
 from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import socket
-import struct
 import termios
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
-from stepwell.errors import GroupError
+from stepwell.groups.frame import GOODBYE, LENGTH, MAX_BYTES, Frame, decode
+from stepwell.trust.seal import TAG_BYTES, Seals, digest_of
 
-Message = dict[str, Any]
-
-MAX_BYTES: Final = 64 << 20
-"""Of one message; and what may wait for a peer that does not read."""
-_LENGTH: Final = struct.Struct("<Q")
-GOODBYE: Final = _LENGTH.pack(0)
-"""Ends the connection on purpose: who reads it has not lost anybody."""
 _READ_BYTES: Final = 1 << 20
 _MOST_FRAMES: Final = 64
 _STUCK_SECONDS: Final = 10.0
 _SILENT_SECONDS: Final = 30
-
-
-def encode(message: Message) -> bytes:
-    """The bytes of one message. Raises GroupError if it is too long."""
-    body = json.dumps(message, separators=(",", ":")).encode()
-    if len(body) > MAX_BYTES:
-        raise GroupError(
-            f"a message of {len(body)} bytes; at most {MAX_BYTES}: send it in pieces", missing=[], operation="send"
-        )
-    return _LENGTH.pack(len(body)) + body
+_FULL_BYTES: Final = MAX_BYTES // 4
 
 
 def prepare(sock: socket.socket) -> None:
@@ -54,27 +37,40 @@ def prepare(sock: socket.socket) -> None:
 
 
 class Wire:
-    """A connection whose other end is known. `push` and `flush` are called under the line's lock."""
+    """A connection to `rank`, who has proved to be of this run.
 
-    def __init__(self, sock: socket.socket, rank: int) -> None:
+    has_left:    it has said goodbye, or need not: nothing more comes
+    is_leaving:  this end has: nothing more is pushed, and the other end may hang up
+    """
+
+    def __init__(self, sock: socket.socket, rank: int, seals: Seals) -> None:
         sock.setblocking(False)
         self.socket = sock
         self.rank = rank
         self.has_left = False
+        self.is_leaving = False
+        self._seals = seals
         self._inbox = bytearray()
+        self._frames: deque[Frame] = deque()
         self._outbox: deque[memoryview] = deque()
         self._waiting_bytes = 0
         self._moved = time.monotonic()
 
-    def push(self, frame: bytes) -> None:
-        """Put bytes in line behind those that wait."""
-        if not self._outbox:
+    def push(self, frame: Frame) -> None:
+        """Put a frame in line behind those that wait; nowhere after a goodbye."""
+        if self.is_leaving:
+            return
+        self.is_leaving = frame is GOODBYE
+        if not self._outbox and not self._frames:
             self._moved = time.monotonic()
-        self._outbox.append(memoryview(frame))
-        self._waiting_bytes += len(frame)
+        self._frames.append(frame)
+        self._waiting_bytes += len(frame.data) + TAG_BYTES
 
     def flush(self) -> bool:
         """Send once, what the connection takes; whether nothing is left. Raises OSError if the peer is gone."""
+        while self._frames and len(self._outbox) < _MOST_FRAMES:
+            frame = self._frames.popleft()
+            self._outbox += [memoryview(frame.data), memoryview(self._seals.seal(frame.digest))]
         if not self._outbox:
             return True
         try:
@@ -88,10 +84,12 @@ class Wire:
             if sent < len(first):
                 self._outbox.appendleft(first[sent:])
             sent -= min(sent, len(first))
-        return not self._outbox
+        return not self._outbox and not self._frames
 
-    def receive(self) -> Iterator[Message]:
-        """What has arrived, message by message. Raises OSError at the end of the stream, ValueError for nonsense."""
+    def receive(self) -> Iterator[Frame]:
+        """What has arrived, frame by frame. Raises OSError at the end of the stream, ValueError for nonsense, and
+        DamagedError for what the other end has not sent.
+        """
         try:
             data = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -99,25 +97,30 @@ class Wire:
         if not data:
             raise ConnectionError("the connection ended")
         self._inbox += data
-        while not self.has_left and (message := self._next()) is not None:
-            yield message
+        while not self.has_left and (frame := self._next()) is not None:
+            yield frame
 
-    def _next(self) -> Message | None:
-        if len(self._inbox) < _LENGTH.size:
+    def _next(self) -> Frame | None:
+        if len(self._inbox) < LENGTH.size:
             return None
-        (length,) = _LENGTH.unpack_from(self._inbox)
+        (length,) = LENGTH.unpack_from(self._inbox)
         if length > MAX_BYTES:
             raise ValueError(f"a message of {length} bytes, more than {MAX_BYTES}")
-        end = _LENGTH.size + length
+        end = LENGTH.size + length
+        if len(self._inbox) < end + TAG_BYTES:
+            return None
+        data = bytes(memoryview(self._inbox)[:end])
+        digest = digest_of(memoryview(data)[LENGTH.size :])
+        self._seals.check(digest, bytes(memoryview(self._inbox)[end : end + TAG_BYTES]))
+        del self._inbox[: end + TAG_BYTES]
         if length == 0:
             self.has_left = True
-        if length == 0 or len(self._inbox) < end:
             return None
-        message = json.loads(self._inbox[_LENGTH.size : end])
-        if not isinstance(message, dict):
-            raise ValueError(f"a message is an object, not {type(message).__name__}")
-        del self._inbox[:end]
-        return message
+        return decode(data, digest)
+
+    def is_full(self) -> bool:
+        """Whether so much waits that what others want to have passed on over it is not read from them now."""
+        return self._waiting_bytes > _FULL_BYTES
 
     def is_stuck(self) -> bool:
         """Whether the peer has not taken a byte for long, and too much waits for it."""
@@ -126,4 +129,4 @@ class Wire:
     def is_delivered(self) -> bool:
         """Whether all that was pushed has reached the other machine: closing cannot take it back any more."""
         in_kernel = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
-        return not self._outbox and in_kernel == bytes(4)
+        return not self._outbox and not self._frames and in_kernel == bytes(4)

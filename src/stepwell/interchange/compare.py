@@ -29,7 +29,7 @@ _MOST_POSITIONS: Final = 4
 
 @dataclass(frozen=True)
 class Change:
-    """One difference. `kind`: only in a, only in b, kind, shape, dtype, tied, bytes, value, file."""
+    """One difference. `kind`: only in a, only in b, kind, shape, dtype, strides, tied, bytes, value, file."""
 
     kind: str
     path: str
@@ -87,7 +87,7 @@ def _compare(a: Whole, b: Whole, on_bytes: OnBytes | None, *, only_own: bool = F
             if ties_a[path] != ties_b[path]:
                 found.append(Change("tied", tree.show(path), _tie(ties_a[path]), _tie(ties_b[path])))
             changes += found
-            if not found or found[0].kind == "tied":
+            if all(change.kind in ("strides", "tied") for change in found):
                 pairs.append(pair)
         elif x.is_container:
             changes += _key_changes(path, x, y)
@@ -147,9 +147,15 @@ def _shape_changes(path: tree.Path, a: LeafEntry, b: LeafEntry, x: Node, y: Node
         found.append(Change("dtype", where, a.dtype, b.dtype))
     if a.global_shape != b.global_shape:
         found.append(Change("shape", where, str(list(a.global_shape)), str(list(b.global_shape))))
+    elif a.strides != b.strides:
+        found.append(Change("strides", where, _strides(a), _strides(b)))
     if x.value != y.value:
         found.append(Change("kind", where, str(x.value), str(y.value)))
     return found
+
+
+def _strides(entry: LeafEntry) -> str:
+    return "row by row" if entry.strides is None else str(list(entry.strides))
 
 
 def _fold(changes: list[Change], nodes: dict[tree.Path, Node]) -> Iterator[Change]:

@@ -45,7 +45,7 @@ def check_target(out: Path, *, force: bool) -> None:
 def new_file(out: Path, *, force: bool) -> Iterator[Path]:
     """A temporary path to write; it gets its name `out`, durably, when the block ends without an error."""
     check_target(out, force=force)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}{files.TEMPORARY}")
+    temporary = out.with_name(f"{_unguessable(out)}{files.TEMPORARY}")
     try:
         yield temporary
         fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
@@ -58,6 +58,11 @@ def new_file(out: Path, *, force: bool) -> Iterator[Path]:
         files.sync_directory(out.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _unguessable(out: Path) -> str:
+    """The directory may be one that others can write to: a link under this name would lead elsewhere."""
+    return f".{out.name}.{os.urandom(8).hex()}.{os.getpid()}"
 
 
 def _link(temporary: Path, out: Path) -> bool:
@@ -89,8 +94,8 @@ def check_folder(out: Path, *, force: bool) -> None:
 def new_folder(out: Path, *, force: bool) -> Iterator[Path]:
     """A temporary folder to put files into; it gets its name `out`, durably, when the block ends without an error."""
     check_folder(out, force=force)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}{files.TEMPORARY}")
-    old = out.with_name(f".{out.name}.{os.getpid()}.old{files.TEMPORARY}")
+    temporary = out.with_name(f"{_unguessable(out)}{files.TEMPORARY}")
+    old = out.with_name(f"{_unguessable(out)}.old{files.TEMPORARY}")
     os.mkdir(temporary)
     try:
         yield temporary

@@ -1,8 +1,8 @@
 """A checkpoint as one file for `torch.load`, also with `weights_only=True`.
 
 Owns:    bringing the state into memory, without any of the user's classes, and `torch.save`.
-Holds:   tensors have type, shape, ties and bytes of the checkpoint; the file needs neither stepwell nor the user's
-         code to be read. Needs as much memory as the state is large.
+Holds:   tensors have type, shape, strides, ties and bytes of the checkpoint; the file needs neither stepwell nor the
+         user's code to be read. Needs as much memory as the state is large.
 """
 
 from __future__ import annotations
@@ -59,15 +59,21 @@ def _read_tensors(whole: Whole, wanted: set[str], on_bytes: OnBytes | None) -> d
 
 
 def as_tensor(data: bytearray, entry: LeafEntry) -> torch.Tensor:
-    """The bytes of a leaf as a tensor, which uses their memory."""
+    """The bytes of a whole leaf as a tensor, which uses their memory if it lies row by row."""
     import torch
 
     from stepwell.state.flatten import dtype_from
+    from stepwell.state.strides import as_words
 
     dtype = dtype_from(entry.dtype)
     if not data:
         return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(entry.shape)
+    found = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(entry.shape)
+    if entry.strides is None:
+        return found
+    made = torch.empty_strided(entry.shape, entry.strides, dtype=dtype)
+    as_words(made).copy_(as_words(found))
+    return made
 
 
 def _add_arrays(plain: Plain, tensors: dict[str, torch.Tensor]) -> None:

@@ -17,7 +17,6 @@ from stepwell.agent.shelf import shelf_of
 from stepwell.agent.writer import Writer
 from stepwell.errors import PersistError, StateError
 from stepwell.format.box import Box
-from stepwell.format.manifest import Manifest
 from stepwell.format.record import FileEntry, LeafEntry, Record
 from stepwell.format.shard import LeafSpec, lay_out
 from stepwell.store import assemble, catalog, commit, retention
@@ -54,12 +53,13 @@ class Ticket:
         return found
 
 
-def begin(where: str, step: int) -> Ticket:
+def begin(where: str, step: int, keep: Keep) -> Ticket:
     """Open or create the run, and take the next lineage: who else continues the run may not commit any more."""
     paths = RunPaths.at(where)
     run = open_run(paths, seed=None)
     steps = [entry.id.step for entry in catalog.scan(paths) if entry.is_live and entry.is_committed]
-    lineage = create_next(paths, parent=newest_number(paths), step=min(step, max(steps, default=0)))
+    left = min(step, max(steps, default=0))
+    lineage = create_next(paths, parent=newest_number(paths), step=left, keep=keep)
     return Ticket(where, run.id, CheckpointId(step, 0, lineage.number).directory, time.time())
 
 
@@ -140,6 +140,8 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _entry(leaf: Leaf, start: int, end: int) -> LeafEntry:
+    from stepwell.state.strides import strides_of
+
     shape = tuple(leaf.tensor.shape)
     box = Box.whole(shape) if leaf.box is None else leaf.box
     return LeafEntry(
@@ -154,6 +156,7 @@ def _entry(leaf: Leaf, start: int, end: int) -> LeafEntry:
         global_shape=shape if leaf.global_shape is None else leaf.global_shape,
         offsets=box.offsets,
         private=leaf.is_private,
+        strides=strides_of(leaf),
     )
 
 
@@ -161,19 +164,11 @@ def finish(ticket: Ticket, world_size: int, keep: Keep) -> None:
     """All ranks have written: let the checkpoint exist, and make room. Raises OSError, StepwellError."""
     paths = RunPaths.at(ticket.where)
     found = assemble.gather(paths, ticket.id, world_size)
-    records = [item for item in found if not isinstance(item, int)]
-    if len(records) < world_size:
-        told = f"{ticket.id}: there are records of {len(records)} of {world_size} ranks"
+    summaries = [item for item in found if not isinstance(item, int)]
+    if not summaries:
+        told = f"{ticket.id}: there are records of {world_size - len(found)} of {world_size} ranks"
         raise PersistError(told, step=ticket.id.step)
-    manifest = Manifest(
-        run=ticket.run,
-        id=ticket.id,
-        world_size=world_size,
-        created=ticket.created,
-        records=tuple(reference for _, reference in records),
-        nbytes=sum(record.nbytes for record, _ in records),
-    )
-    commit.publish_manifest(paths, manifest)
+    commit.publish_manifest(paths, assemble.make_manifest(summaries))
     if read_history(paths).newest == ticket.id.lineage:
         entries = catalog.scan(paths)
         for entry in retention.left_over(entries, ticket.id.lineage):  # of saves that failed or were killed

@@ -13,7 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from stepwell.errors import ConfigError
 from stepwell.launch.conf import Conf
+from stepwell.private import make_private
 
 PROBE_BYTES: Final = 4 << 20
 
@@ -29,12 +31,14 @@ def why_refused(root: Path | None, conf: Conf) -> str | None:
 
 def _look_at(root: Path, min_free_gb: float) -> str | None:
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_private(root, advice="let STEPWELL_CACHE name a directory that only you can write to", may_be_passed=True)
         found = os.statvfs(root)
         free_gb = found.f_bavail * found.f_frsize / 1e9
         if free_gb < min_free_gb:
             return f"{root}: {free_gb:.1f} GB free, {min_free_gb:g} GB are asked for"
         return _write_and_read(root)
+    except ConfigError as error:
+        return str(error)
     except OSError as error:
         return f"{root}: cannot be used: {error.strerror or error}"
 

@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from stepwell.errors import ConfigError, StepwellError
+from stepwell.escape import shown
 from stepwell.events import logger
 from stepwell.launch import codes
 from stepwell.launch import table as change
@@ -308,4 +309,4 @@ def _nothing(table: Table) -> Table:
 
 def say(line: str) -> None:
     """For the person who looks at the job's log, whatever torchrun does with logging."""
-    print(f"stepwell: {line}", file=sys.stderr, flush=True)
+    print(f"stepwell: {shown(line)}", file=sys.stderr, flush=True)

@@ -31,7 +31,7 @@ def serve(bind: str, port: int, port_file: Path | None, on_ready: Callable[[int]
         master_listen_fd=listener.detach(),
     )
     if port_file is not None:
-        new = port_file.with_name(f"{port_file.name}.{os.getpid()}.tmp")
+        new = port_file.with_name(f"{port_file.name}.{os.urandom(8).hex()}.{os.getpid()}.tmp")
         new.write_text(f"{own_port}\n")
         new.rename(port_file)  # whoever waits for it never reads half a number
     on_ready(own_port)

@@ -44,6 +44,8 @@ class Held:
     nbytes: int
     suspect: str | None
     is_whole: bool
+    copies: dict[str, str] = field(default_factory=dict)
+    """As in its record."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,13 @@ def steps(paths: RunPaths) -> list[CheckpointId]:
     return sorted((id for id in found if id is not None), reverse=True)
 
 
+def readable_steps(paths: RunPaths) -> list[CheckpointId]:
+    """The same; none where the disk cannot even be read: what lies there is of no use."""
+    with contextlib.suppress(OSError, DamagedError):
+        return steps(paths)
+    return []
+
+
 def held(paths: RunPaths, id: CheckpointId, run: str) -> list[Held]:
     """Whose shards of one checkpoint are here. A record that cannot be read holds nothing."""
     directory = paths.checkpoint(id)
@@ -120,7 +129,7 @@ def held(paths: RunPaths, id: CheckpointId, run: str) -> list[Held]:
                     is_whole = all(sizes.get(file.name) == file.nbytes for file in record.files)
                     owner = record.owner
                     facts = owner.rank, owner.world_size, document_digest(data), len(data), record.suspect, is_whole
-                    out.append(Held(*facts))
+                    out.append(Held(*facts, record.copies))
     return sorted(out, key=lambda item: item.rank)
 
 

@@ -117,11 +117,11 @@ def writing(final: Path, nbytes: int) -> Iterator[Callable[[int, memoryview], No
         yield lambda offset, data: files.write_at(fd, data, offset, temporary)
         files.sync(fd, temporary)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        files.discard(temporary)
         raise
     finally:
         os.close(fd)
-    commit.publish_file(temporary, final)
+    commit.publish_file(temporary, final, is_same=True)
 
 
 def _write(final: Path, file: FileEntry, fill: Fill) -> None:

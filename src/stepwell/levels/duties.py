@@ -17,7 +17,7 @@ from stepwell.errors import DamagedError
 from stepwell.format.record import FileEntry, Record
 from stepwell.levels import sets
 from stepwell.levels.cache import Held
-from stepwell.levels.copies import Fill, copy_shard, fetch_record
+from stepwell.levels.copies import Fill, Reader, copy_shard, fetch_record
 from stepwell.levels.parity import Shard, find_parity, keep_parity
 from stepwell.levels.peers import Peers
 from stepwell.levels.spec import Pairs, Partner, Protection, ReedSolomon, Single
@@ -68,20 +68,29 @@ class Duties:
             return not self.members or (found is not None and found.members == self.members)
         return False
 
-    def do(self, paths: RunPaths, id: CheckpointId, run: str, peers: Peers) -> int | None:
-        """Hold it. Returns the bytes written; None if some rank has no part yet. Raises OSError or DamagedError."""
+    def do(self, paths: RunPaths, id: CheckpointId, run: str, peers: Peers, shared: Reader | None = None) -> int | None:
+        """Hold it. Returns the bytes written; None if some rank has no part yet. Raises OSError or DamagedError.
+
+        shared:  the way to parts that lie in the shared place: these need no copy
+        """
         if self.is_done(paths, id):
             return 0
         others = self.copies or tuple(member for member in self.members if member != self.rank)
         found: dict[int, Held] = {}
+        away: set[int] = set()
         for rank in others:
             state = peers.state(rank, id)
             if state is None or state["held"] is None:
                 return None
             found[rank] = _held(rank, len(peers), state["held"])
+            away |= {rank} if state["held"].get("is_shared") else set()
         if self.copies:
-            return sum(copy_shard(peers.peer(rank), paths, id, run, item).nbytes for rank, item in found.items())
-        shards = {rank: _far(peers, id, run, item) for rank, item in found.items()}
+            near = {rank: item for rank, item in found.items() if rank not in away}
+            return sum(copy_shard(peers.peer(rank), paths, id, run, item).nbytes for rank, item in near.items())
+        shards = {
+            rank: _far(shared if shared is not None and rank in away else peers.peer(rank), id, run, item)
+            for rank, item in found.items()
+        }
         return keep_parity(paths, id, self.rank, self.losses, shards | {self.rank: near_shard(paths, id, self.rank)})
 
 
@@ -89,9 +98,7 @@ def _held(rank: int, world_size: int, held: dict[str, Any]) -> Held:
     return Held(rank, world_size, held["digest"], held["nbytes"], held["suspect"], is_whole=True)
 
 
-def _far(peers: Peers, id: CheckpointId, run: str, item: Held) -> Shard:
-    peer = peers.peer(item.rank)
-
+def _far(peer: Reader, id: CheckpointId, run: str, item: Held) -> Shard:
     def fill(file: FileEntry, start: int, buffer: memoryview) -> None:
         peer.read(id.directory, file.name, start, len(buffer), buffer)
 

@@ -9,7 +9,6 @@ Holds:   nothing is asked of who cannot prove that it knows the secret; no call 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 import ssl
 import threading
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 from stepwell.errors import DamagedError, PeerError
-from stepwell.levels.secret import CALLER, NONCE_BYTES, PROOF_BYTES, REFUSED, SERVER, is_proof, key_of, prove
 from stepwell.levels.wire import (
     MAX_ANSWER_BYTES,
     MAX_RANGE_BYTES,
@@ -29,7 +27,9 @@ from stepwell.levels.wire import (
     frame,
     label_of,
     parse_message,
+    terms_of,
 )
+from stepwell.trust.greeting import NONCE_BYTES, PROOF_BYTES, Caller
 
 Result = TypeVar("Result")
 MAX_STREAMS: Final = 4
@@ -38,6 +38,8 @@ _SECONDS: Final = 30.0
 _GREETING_SECONDS: Final = 10.0
 """For all attempts to be let in: a server that is full, or flooded, hangs up."""
 _PAUSE_SECONDS: Final = 0.05
+_WITHOUT_TAG: Final = (".safetensors", ".bin")
+"""Shards and parity: too many bytes, and checked by the checksums of a record that came with a tag."""
 _BROKEN: Final = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 
@@ -46,6 +48,8 @@ class Peer:
 
     `timeout`: seconds to wait for the next byte, in all of one request; longer only for who sends 1 MiB/s.
     `tls_name`: the name its certificate has to bear, where that is not the host in the address.
+    `is_sealed`: shards and parity have tags too, where there is no TLS. Without them, who can change packets can change
+    these bytes so that our checksums, which find accidents and no forgers, still fit.
     """
 
     def __init__(
@@ -57,11 +61,12 @@ class Peer:
         *,
         tls: ssl.SSLContext | None = None,
         tls_name: str | None = None,
+        is_sealed: bool = False,
     ) -> None:
         self.address = address
         self.label = label_of(address)
-        self._key, self._run, self._timeout = key_of(secret), run, timeout
-        self._tls, self._tls_name = tls, tls_name
+        self._terms, self._timeout = terms_of(secret, run), timeout
+        self._tls, self._tls_name, self._is_sealed = tls, tls_name, is_sealed
         self._lock = threading.Lock()
         self._turns = threading.Semaphore(MAX_STREAMS)
         self._idle: list[Stream] = []
@@ -77,7 +82,7 @@ class Peer:
         def receive(stream: Stream, nbytes: int, patience: Patience) -> Message:
             if nbytes > MAX_ANSWER_BYTES:
                 raise DamagedError(f"an answer of {nbytes} bytes, more than {MAX_ANSWER_BYTES}")
-            return parse_message(stream.receive_bytes(nbytes, patience))
+            return parse_message(stream.receive_sealed(nbytes, patience))
 
         return self._exchange({"op": "ask", "question": question, "fields": fields}, receive, None)
 
@@ -90,12 +95,15 @@ class Peer:
             self._read_once(directory, name, start + done, buffer[done : min(nbytes, done + MAX_RANGE_BYTES)])
 
     def _read_once(self, directory: str, name: str, start: int, view: memoryview) -> None:
+        is_sealed = self._is_sealed or not name.endswith(_WITHOUT_TAG)
+
         def receive(stream: Stream, nbytes: int, patience: Patience) -> None:
             if nbytes != len(view):
                 raise DamagedError(f"{nbytes} bytes for a range of {len(view)}")
-            stream.receive(view, patience)
+            stream.receive_range(view, patience, is_sealed=is_sealed)
 
         request = {"op": "read", "directory": directory, "name": name, "start": start, "nbytes": len(view)}
+        request |= {"sealed": True} if is_sealed else {}
         self._exchange(request, receive, f"{directory}/{name}")
 
     def close(self) -> None:
@@ -121,7 +129,7 @@ class Peer:
                     # It may have been closed over there since: then nothing was wrong, and a new one is tried.
                     with contextlib.suppress(*_BROKEN), self._using(stream):
                         return self._converse(stream, data, receive)
-                    self._drop_idle()
+                    self.rest()
                 with self._using(self._connect()) as stream:
                     return self._converse(stream, data, receive)
         except PeerError as error:
@@ -132,7 +140,7 @@ class Peer:
 
     def _converse(self, stream: Stream, data: bytes, receive: Callable[[Stream, int, Patience], Result]) -> Result:
         patience = Patience(self._timeout)
-        stream.send(data, patience)
+        stream.send_frame(data, patience)
         head = stream.receive_message(patience)
         if "error" in head:
             raise self._trouble(str(head["error"]), kind=str(head.get("kind")))
@@ -175,7 +183,8 @@ class Peer:
             self._busy.add(stream)
             return stream
 
-    def _drop_idle(self) -> None:
+    def rest(self) -> None:
+        """Hang up until something is asked for again."""
         with self._lock:
             for stream in self._idle:
                 stream.close()
@@ -211,13 +220,12 @@ class Peer:
         return stream
 
     def _greet(self, stream: Stream, patience: Patience) -> None:
-        challenge, nonce = stream.receive_bytes(NONCE_BYTES, patience), secrets.token_bytes(NONCE_BYTES)
-        stream.send(nonce + prove(self._key, CALLER, self._run, challenge, nonce), patience)
-        proof = stream.receive_bytes(PROOF_BYTES, patience)
-        if proof == REFUSED:
+        caller = Caller(self._terms)
+        stream.send(caller.answer(stream.receive_bytes(NONCE_BYTES, patience)), patience)
+        seals = caller.check(stream.receive_bytes(PROOF_BYTES, patience))
+        if seals is None:
             raise self._trouble("it serves another run, or another start of this one")
-        if not is_proof(proof, prove(self._key, SERVER, self._run, challenge, nonce)):
-            raise self._trouble("somebody else answers there, who does not know the secret of this run")
+        stream.seals = None if self._tls is not None else seals
 
 
 class PeerSource:

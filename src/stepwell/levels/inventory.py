@@ -6,6 +6,7 @@ Holds:   holders are counted by node, found by what lies there; what a rank numb
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,8 +98,16 @@ class Inventory:
 
     def holders(self, rank: int) -> dict[str, Held]:
         """The nodes that hold a rank's shard."""
-        found = {name: item for name, node in self.nodes.items() for item in node.shards if item.rank == rank}
-        return {name: item for name, item in sorted(found.items()) if item.is_whole}
+        return self._holders.get(rank, {})
+
+    @functools.cached_property
+    def _holders(self) -> dict[int, dict[str, Held]]:
+        found: dict[int, dict[str, Held]] = {}
+        for name, node in sorted(self.nodes.items()):
+            for item in node.shards:
+                if item.is_whole:
+                    found.setdefault(item.rank, {})[name] = item
+        return found
 
     def parity_holders(self, parity: HeldParity, position: int) -> dict[str, HeldParity]:
         """The nodes that hold one member's parity of a set."""

@@ -9,11 +9,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from stepwell.levels.spec import Levels, Protection, Shared, choose_protection, dump_protection, load_protection
+from stepwell.private import make_private
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
+
+_ADVICE: Final = "give Node(), or STEPWELL_CACHE, a directory that only you can write to, on every node"
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,19 @@ def run_cache(cache: str | os.PathLike[str], run: str, rank: int = 0) -> RunPath
     return RunPaths(Path(cache).absolute() / "runs" / run, rank)
 
 
+def open_cache(paths: RunPaths) -> None:
+    """Make the part of a cache that belongs to a run, for this user alone. Raises OSError, ConfigError."""
+    assert isinstance(paths.root, Path)
+    make_private(paths.root, advice=_ADVICE)
+
+
 @dataclass(frozen=True)
 class Orders:
     """For the agent of one rank.
 
     dead:   checkpoints in this node's cache that are of no use any more: another history went on
     again:  the checkpoint that all went on from, to be held and protected by who sits where now; empty if there is none
+    place:  the directory of the caches, for people; empty if it is not the same on all nodes
     """
 
     cache: str
@@ -53,6 +63,7 @@ class Orders:
     dead: tuple[str, ...] = ()
     again: str = ""
     tls: str | None = None
+    place: str = ""
 
     @classmethod
     def make(
@@ -63,6 +74,7 @@ class Orders:
         peers: Sequence[Seat],
         dead: Sequence[str] = (),
         again: CheckpointId | None = None,
+        place: str = "",
     ) -> Orders:
         """What follows from what the user said and who came."""
         protect = choose_protection(levels.node.protect, [peer.domain for peer in peers])
@@ -79,6 +91,7 @@ class Orders:
             tuple(dead),
             directory,
             levels.node.tls,
+            place,
         )
 
     def here(self, rank: int) -> list[int]:

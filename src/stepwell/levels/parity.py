@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from stepwell import below
 from stepwell.errors import DamagedError
 from stepwell.faults import crash_part, crash_point
 from stepwell.format.checksum import PART_BYTES, BlockHasher, document_digest
@@ -109,7 +110,7 @@ def rebuild(
     assert isinstance(directory, Path)
     files.make_directory(directory)
     whole = directory / f"{record.owner.stem}.rebuilt.{os.getpid()}{files.TEMPORARY}"
-    fd = os.open(whole, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    fd = below.create_file(whole, os.O_RDWR)
     try:
         os.ftruncate(fd, record.nbytes)
 
@@ -129,7 +130,7 @@ def rebuild(
         keep_shard(paths, record, data, _from_one(fd, record))
     finally:
         os.close(fd)
-        whole.unlink(missing_ok=True)
+        files.discard(whole)
 
 
 def _from_one(fd: int, record: Record) -> Fill:

@@ -16,16 +16,19 @@ from stepwell.types import CheckpointId
 
 _SECONDS: Final = 30.0
 _ASK_SECONDS: Final = 3.0
+_MOST_OPEN: Final = 64
 _PAUSE_SECONDS: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class Peers:
-    """Of one run. Constructing only assigns."""
+    """Of one run, for the agent of `rank`. Constructing only assigns. `is_sealed`: as in `Peer`."""
 
-    def __init__(self, orders: Orders) -> None:
-        self._orders = orders
+    def __init__(self, orders: Orders, rank: int, *, is_sealed: bool = False) -> None:
+        self._orders, self._rank, self._is_sealed = orders, rank, is_sealed
         self._known: dict[tuple[int, float], Peer] = {}
         self._failures: dict[int, tuple[int, float]] = {}
+        self._asked: dict[int, None] = {}
+        """Ranks to which a connection is open, the one that rests longest first."""
 
     def __len__(self) -> int:
         return len(self._orders.peers)
@@ -36,7 +39,13 @@ class Peers:
             seat, orders = self._orders.peers[rank], self._orders
             tls = client_context(orders.tls)
             self._known[rank, seconds] = Peer(
-                seat.address, orders.secret, orders.run, timeout=seconds, tls=tls, tls_name=NAME
+                seat.address,
+                orders.secret,
+                orders.run,
+                timeout=seconds,
+                tls=tls,
+                tls_name=NAME,
+                is_sealed=self._is_sealed,
             )
         return self._known[rank, seconds]
 
@@ -53,13 +62,22 @@ class Peers:
         if again_at > time.monotonic():
             return None
         try:
-            answer = self.peer(rank, _ASK_SECONDS).ask(question, id=id.directory)
+            answer = self.peer(rank, _ASK_SECONDS).ask(question, id=id.directory, by=self._rank)
         except OSError:
             pause = _PAUSE_SECONDS[min(failures, len(_PAUSE_SECONDS) - 1)]
             self._failures[rank] = failures + 1, time.monotonic() + pause
             return None
         self._failures.pop(rank, None)
+        self._rest(rank)
         return answer or None
+
+    def _rest(self, rank: int) -> None:
+        """Of the connections for questions only some stay open: there may be more ranks than descriptors."""
+        self._asked.pop(rank, None)
+        self._asked[rank] = None
+        for other in list(self._asked)[:-_MOST_OPEN]:
+            del self._asked[other]
+            self.peer(other, _ASK_SECONDS).rest()
 
     def close(self) -> None:
         """Hang up."""

@@ -5,7 +5,9 @@ Holds:   a name leads to a file one directory deep, and through no link; everyth
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 from stepwell.errors import DamagedError
 from stepwell.format.record import check_file_name
@@ -41,14 +43,18 @@ def read_count(request: Message, key: str) -> int:
     return value
 
 
-def open_below(root_fd: int, directory: str, name: str) -> int:
-    """Part by part, so that no link leads anywhere; and without waiting for a writer, as a pipe would."""
+def open_below(root: Path, directory: str, name: str) -> int:
+    """Part by part, so that no link leads anywhere; and without waiting for a writer, as a pipe would.
+
+    The root is opened anew each time: who cleans up a disk may remove it, and then it is made again.
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        inner = os.open(directory, flags | os.O_DIRECTORY, dir_fd=root_fd)
-        try:
+        with contextlib.ExitStack() as stack:
+            outer = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, outer)
+            inner = os.open(directory, flags | os.O_DIRECTORY, dir_fd=outer)
+            stack.callback(os.close, inner)
             return os.open(name, flags, dir_fd=inner)
-        finally:
-            os.close(inner)
     except OSError as error:
         raise Refusal("missing", f"{directory}/{name}: {error.strerror}") from None

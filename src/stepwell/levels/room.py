@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from stepwell.format.parity import parity_name
 from stepwell.levels import cache
+from stepwell.levels.cache import Level
 from stepwell.levels.orders import Orders
 from stepwell.store import files
 from stepwell.store.objects import Location
@@ -41,13 +42,19 @@ def withdrawn(paths: RunPaths, id: CheckpointId, rank: int, copies: Iterable[int
     return [directory / name for name in names if not name.endswith(".void")]
 
 
-def surplus(paths: RunPaths, orders: Orders, rank: int, whole: Sequence[CheckpointId]) -> list[CheckpointId]:
+def surplus(
+    paths: RunPaths,
+    orders: Orders,
+    rank: int,
+    whole: Sequence[CheckpointId],
+    level_of: Callable[[CheckpointId], Level | None] | None = None,
+) -> list[CheckpointId]:
     """All that is older than the checkpoints to keep, and of another history; not what is still to be carried on.
 
     The newest one that is not degraded stays too, however old. `whole`: known to be, the oldest first. Nothing goes
-    before enough of them are there.
+    before enough of them are there. `level_of`: what is to become of one, where that does not lie beside it.
     """
-    levels = {id: cache.read_level(paths, id) for id in whole}
+    levels = {id: cache.read_level(paths, id) if level_of is None else level_of(id) for id in whole}
     good = [id for id in whole if (level := levels[id]) is not None and not level.degraded]
     oldest, dead = (whole[-orders.keep] if len(whole) >= orders.keep else None), set(orders.dead)
 

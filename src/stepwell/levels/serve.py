@@ -28,10 +28,18 @@ from typing import Final
 
 from stepwell.errors import DamagedError
 from stepwell.events import logger
-from stepwell.levels.guest import Guest
 from stepwell.levels.request import Refusal, open_below, read_count, read_names
-from stepwell.levels.secret import key_of
-from stepwell.levels.wire import MAX_ANSWER_BYTES, MAX_RANGE_BYTES, Address, Message, Patience, Stream, frame
+from stepwell.levels.wire import (
+    MAX_ANSWER_BYTES,
+    MAX_RANGE_BYTES,
+    Address,
+    Message,
+    Patience,
+    Stream,
+    frame,
+    terms_of,
+)
+from stepwell.trust.greeting import Guest
 
 Answer = Callable[[str, Message], Message]
 """Called with a question and its fields. On any thread of the server, on several at once."""
@@ -66,7 +74,7 @@ class PeerServer:
         bind: Address | socket.socket,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._root, self._key, self._run_id, self._answer = root, key_of(secret), run, answer
+        self._root, self._terms, self._answer = root, terms_of(secret, run), answer
         self.address: Address = ("", 0)
         self._bind, self._tls = bind, tls
         self._lock = threading.Lock()
@@ -77,7 +85,6 @@ class PeerServer:
         self._resting: dict[Stream, None] = {}  # members that were served and wait, the longest first
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
-        self._root_fd = -1
         self._is_closing = threading.Event()
 
     @property
@@ -90,7 +97,7 @@ class PeerServer:
 
     def start(self) -> None:
         """Listen, and return. Raises OSError if the address or the directory cannot be had."""
-        self._root_fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.close(os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         try:
             self._listener = self._bind if isinstance(self._bind, socket.socket) else listen(self._bind)
             self.address = self._listener.getsockname()[:2]
@@ -121,11 +128,6 @@ class PeerServer:
     def _let_go(self) -> None:
         if self._listener is not None:
             self._listener.close()
-        with self._lock:
-            # A thread that a disk still holds would find another file behind this number.
-            if self._root_fd >= 0 and not self._members:
-                os.close(self._root_fd)
-                self._root_fd = -1
 
     def _count(self, kind: str) -> None:
         with self._lock:
@@ -189,7 +191,7 @@ class PeerServer:
             sock.setblocking(False)
             if self._tls is not None:
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-            guest = Guest(sock, self._key, self._run_id, GREETING_SECONDS)
+            guest = Guest(sock, self._terms, GREETING_SECONDS)
             selector.register(sock, selectors.EVENT_READ, guest)
         except (OSError, ValueError):  # gone already
             sock.close()
@@ -225,7 +227,7 @@ class PeerServer:
     def _admit(self, selector: selectors.BaseSelector, guest: Guest) -> None:
         del self._guests[guest]
         selector.unregister(guest.socket)
-        self._greeted[Stream(guest.socket)] = guest.deadline
+        self._greeted[Stream(guest.socket, guest.seals)] = guest.deadline
 
     def _seat(self) -> None:
         """Whoever was greeted believes to be in: he waits for a place rather than being sent away."""
@@ -301,17 +303,16 @@ class PeerServer:
         try:
             if request.get("op") == "ask":
                 body = self._ask(request)
-                stream.send(frame({"nbytes": len(body)}), patience)
-                stream.send(body, patience)
+                stream.send_answer(frame({"nbytes": len(body)}), body, patience)
             elif request.get("op") == "read":
                 with self._open(request) as (fd, start, nbytes):
-                    stream.send(frame({"nbytes": nbytes}), patience)
-                    stream.send_range(fd, start, nbytes, patience)
+                    stream.send_frame(frame({"nbytes": nbytes}), patience)
+                    stream.send_range(fd, start, nbytes, patience, is_sealed=request.get("sealed") is True)
             else:
                 raise Refusal("frame", "not a request")
         except Refusal as refusal:
             self._count(refusal.kind)
-            stream.send(frame({"error": str(refusal)[:_MAX_TROUBLE], "kind": refusal.kind}), patience)
+            stream.send_frame(frame({"error": str(refusal)[:_MAX_TROUBLE], "kind": refusal.kind}), patience)
 
     def _ask(self, request: Message) -> bytes:
         question, fields = request.get("question"), request.get("fields")
@@ -332,7 +333,7 @@ class PeerServer:
         start, nbytes = read_count(request, "start"), read_count(request, "nbytes")
         if nbytes > MAX_RANGE_BYTES:
             raise Refusal("range", f"{nbytes} bytes at once, more than {MAX_RANGE_BYTES}")
-        fd = open_below(self._root_fd, directory, name)
+        fd = open_below(self._root, directory, name)
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):

@@ -105,7 +105,7 @@ class Shared:
     rate: float | None = None
 
     def __post_init__(self) -> None:
-        if self.every < 1:
+        if self.every < 1 or self.every % 1:
             raise ConfigError(f"Shared(every={self.every!r}): give a number of checkpoints of 1 or more", name="every")
         if self.rate is not None and not self.rate > 0:
             raise ConfigError(f"Shared(rate={self.rate!r}): give bytes a second, above 0", name="rate")
@@ -124,6 +124,9 @@ def read_levels(levels: Sequence[Node | Shared] | None) -> Levels | None:
     """What `levels=` means; None: checkpoints go straight to the shared place. Raises ConfigError."""
     if levels is None:
         return Levels(Node(), Shared(), is_default=True) if os.environ.get("STEPWELL_CACHE") else None
+    if not isinstance(levels, list | tuple):
+        said = "levels=[Node(...)], or levels=[Node(...), Shared(every=10)]"
+        raise ConfigError(f"levels={levels!r}: give a list: {said}", name="levels")
     if not levels:
         return None
     nodes = [item for item in levels if isinstance(item, Node)]

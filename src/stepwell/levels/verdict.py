@@ -6,7 +6,7 @@ A state is what `agent.keeper` answers: whether the rank holds its part, gave up
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from stepwell.errors import VoidError
 from stepwell.format.manifest import Manifest, RecordRef
@@ -14,6 +14,7 @@ from stepwell.store import assemble
 from stepwell.store.commit import record_name
 from stepwell.types import CheckpointId, Owner
 
+_AWAY: Final = "the cache of its node cannot be written: its part is in the shared place"
 States = Mapping[int, Mapping[str, Any]]
 """By rank, of those that could be asked."""
 
@@ -40,7 +41,8 @@ def degraded(states: States) -> dict[str, str]:
     """Ranks that could not do what they had to do for others, or for whom nobody does it, and why."""
     failed = {rank: state["failed"] or "not done in time" for rank, state in states.items() if not state["is_ready"]}
     alone = {rank: state["unprotected"] for rank, state in states.items() if state["unprotected"]}
-    return {str(rank): reason for rank, reason in sorted((alone | failed).items())}
+    away = {rank: _AWAY for rank, state in states.items() if state["held"] and state["held"].get("is_shared")}
+    return {str(rank): reason for rank, reason in sorted((alone | failed | away).items())}
 
 
 def make_manifest(run: str, id: CheckpointId, meta: Mapping[str, Any], states: States) -> Manifest:

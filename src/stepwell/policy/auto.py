@@ -2,13 +2,15 @@
 
 Owns:    `Auto`, the user's wishes, and `Tempo`, the interval that follows from them and from what was measured.
 Not:     the measuring (profile) and the formula (interval).
-Holds:   the interval rises at once and falls only when two decisions in a row say so; each change is said, with its
-         inputs and the term that bound it.
+Holds:   the interval rises at once and falls only when two decisions in a row say so; each change is logged, with its
+         inputs and the term that bound it. No checkpoint begins before the last one is durable, so storage that is slow
+         or free again counts at once. A checkpoint that comes early to find out what one costs by now is inside the
+         bound too: if it was as dear as before, the next comes so much later.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from stepwell.errors import ConfigError
@@ -20,8 +22,6 @@ OVERHEAD: Final = 0.035
 _UNKNOWN_SECONDS: Final = 60.0
 """While nothing is measured: no longer without a checkpoint than this."""
 _DEAD_BAND: Final = 0.1
-_BUSY_CHECKPOINTS: Final = 4
-"""After so many checkpoints without a clean iteration between them, one is put off until there were some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +51,14 @@ class Auto:
 
 
 class Tempo:
-    """The interval at present. Decides anew when asked to; `seconds` is what policies see."""
+    """The interval at present. Decides anew when asked to; `interval` is what policies see."""
 
     def __init__(self, wishes: Auto, profile: Profile) -> None:
         self._wishes = wishes
         self._profile = profile
         self._falls = 0
         self._seen = 0
+        self._least = self._least_before = self._owed = 0.0
         self.chosen: Interval | None = None
         self.costs: Costs | None = None
 
@@ -75,7 +76,9 @@ class Tempo:
         if checkpoint is None or durable is None:
             return None
         self.costs = Costs(checkpoint, durable, restart, mtbf)
-        found = choose(self.costs, overhead=self._wishes.overhead, recovery_point=self._wishes.recovery_point)
+        found = self._choose(self.costs)
+        self._least, self._least_before = max(found.least, self._least_before), found.least
+        self._owed = min(self._owed, self._least)
         if self.chosen is not None:
             change = found.seconds - self.chosen.seconds
             self._falls = self._falls + 1 if change < 0 else 0
@@ -85,14 +88,40 @@ class Tempo:
         self.chosen = found
         return found
 
-    def interval(self) -> float | None:
-        """Seconds from one trigger to the next; None: not now, whatever passed."""
-        if self._profile.since_clean >= _BUSY_CHECKPOINTS:
+    def _choose(self, costs: Costs) -> Interval:
+        return choose(costs, overhead=self._wishes.overhead, recovery_point=self._wishes.recovery_point)
+
+    def begin(self) -> None:
+        """A checkpoint was triggered. One that came early to find out is paid for by the next, if it was no cheaper."""
+        trial = self._trial()
+        self._owed = 0.0 if trial is None else min(self._least, self._owed + self._least - trial.least)
+
+    def interval(self, *, is_writing: bool) -> float | None:
+        """Seconds from one trigger to the next; None: not now, whatever passed.
+
+        is_writing:  one is not durable yet, so storage would not keep up
+        """
+        if self._profile.is_resting:
             return None  # nothing to compare with any more
         if self.chosen is not None and self.costs is not None:
-            return self.chosen.seconds + self.costs.checkpoint  # what a checkpoint takes is no work
-        is_first = self._profile.durable is None
-        return 0.0 if is_first and self._profile.has_rhythm else _UNKNOWN_SECONDS
+            trial = self._trial()
+            least = self._least + self._owed if trial is None else trial.least
+            return None if is_writing else least + self.costs.checkpoint  # what a checkpoint takes is no work
+        is_known = self._profile.durable is not None and self._profile.checkpoint is not None
+        return 0.0 if not is_known and self._profile.has_rhythm else _UNKNOWN_SECONDS
+
+    def _trial(self) -> Interval | None:
+        """The interval that would hold if something less were true of the costs, which is worth finding out."""
+        hint = self._profile.hint
+        if hint is None or self.costs is None:
+            return None
+        trial = self._choose(replace(self.costs, checkpoint=hint))
+        return trial if trial.least < self._least else None
+
+    @property
+    def usual(self) -> float | None:
+        """Seconds from one trigger to the next, by what storage usually needs; None before the first decision."""
+        return None if self.chosen is None or self.costs is None else self.chosen.seconds + self.costs.checkpoint
 
     def explain(self) -> str:
         """The present interval, and why, in one sentence."""

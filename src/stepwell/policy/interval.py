@@ -5,7 +5,7 @@ Not:     where the numbers come from.
 Holds:   the predicted overhead never exceeds the bound; a wish that cannot be met is said, with what can be.
 
     floor      C / p                  stay inside the bound
-    floor      bytes / write rate     storage keeps up
+    floor      bytes / write rate     storage keeps up: the one before is durable
     target     sqrt(2 C (M + R))      least time lost to checkpoints and failures, once M is known (Young, Daly)
 
 C is all that a checkpoint takes from training, from its trigger to its commit: not the time of the write.
@@ -40,6 +40,8 @@ class Interval:
     """Predicted, relative to the run without checkpoints."""
     at_risk: float
     """The most work that a failure can cost: one interval, and the time in which the next one becomes durable."""
+    least: float
+    """What is left of `seconds` where storage turns out quicker: it keeps up if the one before is durable."""
     problem: str = ""
     """Why a wish of the user's is not met, and what can be had."""
 
@@ -61,8 +63,11 @@ def choose(costs: Costs, *, overhead: float, recovery_point: float | None = None
                 f"at most {recovery_point:.3g} s of lost work cannot be promised: {_WHY[term]}. "
                 f"{floor + costs.durable:.3g} s can"
             )
+    least = max(terms["overhead"], terms.get("failures", 0.0))
+    if recovery_point is not None and least + costs.durable > recovery_point:
+        least = max(terms["overhead"], recovery_point - costs.durable)
     share = costs.checkpoint / seconds if seconds else 0.0
-    return Interval(seconds, term, share, seconds + costs.durable, problem)
+    return Interval(seconds, term, share, seconds + costs.durable, least, problem)
 
 
 _WHY: dict[Term, str] = {

@@ -34,11 +34,10 @@ and cannot connect (torch 2.13, gloo and NCCL).
 class Command:
     """Starts the user's command again and again in one run directory. Constructing only assigns."""
 
-    def __init__(self, words: Sequence[str], *, where: Path, output: Path, seed: int) -> None:
+    def __init__(self, words: Sequence[str], *, where: Path, output: Path) -> None:
         self._words = list(words)
         self._where = where
         self._output = output
-        self._seed = seed
         self._mark = f"{_MARK}={secrets.token_hex(8)}".encode()
         self._process: subprocess.Popen[bytes] | None = None
         self._output_start = 0
@@ -73,7 +72,6 @@ class Command:
             OWN_STORE: "1",
             **os.environ,
             "STEPWELL_WHERE": str(self._where),
-            "STEPWELL_SEED": str(self._seed),
             name: token,
         }
 

@@ -6,6 +6,7 @@ Not:     the comparison itself, byte for byte and value by value: `stepwell diff
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,7 +18,12 @@ from stepwell.restore.whole import Whole, parts_on_disk
 from stepwell.store import catalog
 from stepwell.store.paths import RunPaths
 
-_OF_TENSORS: Final = ("bytes", "shape", "dtype", "tied")
+_OF_THE_SCRIPT = "stepwell/given/"
+"""What the script set at its start says nothing of how training went."""
+_VALUE: Final = "is not the same (value): "
+_MOST_GROUPS: Final = 6
+_MOST_VALUES: Final = 3
+_OF_TENSORS: Final = ("bytes", "shape", "dtype", "strides", "tied")
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,31 @@ class StateComparison:
     differences: list[Difference]
 
 
+def grouped(differences: Sequence[Difference]) -> list[str]:
+    """A line for each tracked object that differs: the first of its plain values, which tell the cause, then how many
+    more. Objects with plain values come first, the run's own state before them, generators last.
+    """
+    groups: dict[str, list[Difference]] = {}
+    for item in differences:
+        groups.setdefault(item.path.partition("/")[0], []).append(item)
+    plain = {name: [item for item in items if _is_plain(item)] for name, items in groups.items()}
+    order = sorted(groups, key=lambda name: (not plain[name], name != "stepwell"))
+    lines = []
+    for name in order[:_MOST_GROUPS]:
+        items = sorted(groups[name], key=lambda item: item not in plain[name])
+        shown = [
+            f"{item.path} {item.text.removeprefix(_VALUE)}" for item in items[: _MOST_VALUES if plain[name] else 1]
+        ]
+        more = len(items) - len(shown)
+        lines.append("; ".join(shown) + (f"; and {more} more of {name}" if more else ""))
+    rest = len(order) - len(lines)
+    return lines + ([f"{rest} more objects"] if rest > 0 else [])
+
+
+def _is_plain(item: Difference) -> bool:
+    return not item.is_tensor and item.generator is None
+
+
 def last_checkpoint(root: Path) -> LastCheckpoint:
     """The checkpoint a run ended with. Raises RestoreError if it has none, DamagedError if it is damaged."""
     paths = RunPaths(root)
@@ -87,8 +118,9 @@ def why_not_comparable(uninterrupted: LastCheckpoint, killed: LastCheckpoint, *,
 def compare_states(uninterrupted: LastCheckpoint, killed: LastCheckpoint) -> StateComparison:
     """Compare two checkpoints. Raises DamagedError if one of them is not what its record says."""
     found = compare(uninterrupted.whole, killed.whole)
-    values = sum(change.kind == "value" for change in found.changes)
-    differences = [Difference(change.path, _text(change), change.kind in _OF_TENSORS) for change in found.changes]
+    changes = [change for change in found.changes if not change.path.startswith(_OF_THE_SCRIPT)]
+    values = sum(change.kind == "value" for change in changes)
+    differences = [Difference(change.path, _text(change), change.kind in _OF_TENSORS) for change in changes]
     # Runs of different length differ everywhere: the length is what a person has to know first.
     differences.sort(key=lambda item: (item.path != "stepwell/step", not item.is_tensor))
     whole = uninterrupted.whole
@@ -105,4 +137,6 @@ def _text(change: Change) -> str:
         return f"is {change.a} uninterrupted and missing in the killed run"
     if change.kind == "only in b":
         return f"is missing in the uninterrupted run and {change.b} killed"
+    if change.kind == "value":
+        return f"{_VALUE}{change.a} uninterrupted, {change.b} killed"
     return f"is not the same ({change.kind}): {change.a} uninterrupted, {change.b} killed"

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepwell.eventfile import opened
+
 EventLine = dict[str, Any]
 
 
@@ -20,20 +22,24 @@ class EventTail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self._offsets: dict[tuple[int, bytes], int] = {}
+        """Of the files that were read: a full one gets another name."""
         self.lines: list[EventLine] = []
 
     def read(self) -> list[EventLine]:
         """Lines that were added since the last call. A line that is still being written waits for the next one."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        new = list(_parse(whole.split(b"\n")))
+        new: list[EventLine] = []
+        with opened(self._path) as parts:
+            for part in parts:
+                if part.is_kept and self._offsets:
+                    continue  # what it holds was read where it came from
+                part.file.seek(self._offsets.get(part.identity, 0))
+                data = part.file.read()
+                whole = data[: data.rfind(b"\n") + 1]
+                self._offsets[part.identity] = part.file.tell() - len(data) + len(whole)
+                new += _parse(whole.split(b"\n"))
+            there = {part.identity for part in parts if not part.is_kept}
+        self._offsets = {part: offset for part, offset in self._offsets.items() if part in there}
         self.lines += new
         return new
 
@@ -83,15 +89,23 @@ def committed(lines: Iterable[EventLine]) -> dict[str, int]:
     return {event["directory"]: event["step"] for event in lines if event["kind"] == "commit" and event["step"] > 0}
 
 
+def redirected(lines: Iterable[EventLine]) -> str | None:
+    """The bucket that the script names, if it does."""
+    return next((event["asked"] for event in lines if event["kind"] == "redirected"), None)
+
+
 def largest_interval(lines: Iterable[EventLine]) -> int:
-    """The most steps that lay between two consecutive snapshots, or between a start and the first snapshot after it."""
+    """The most steps that lay between two consecutive checkpoints, or between a start and the first one after it.
+
+    A snapshot that only stays in memory is no end of an interval: it may be lost with an agent.
+    """
     last: dict[int, int] = {}
     largest = 0
     for event in lines:
         lineage = event["lineage"]
         if event["kind"] == "start":
             last[lineage] = event["step"]
-        elif event["kind"] == "snapshot" and lineage in last:
+        elif event["kind"] == "snapshot" and event.get("durable", True) and lineage in last:
             largest = max(largest, event["step"] - last[lineage])
             last[lineage] = event["step"]
     return largest

@@ -31,6 +31,18 @@ _SEEDING: Final = {
 }
 
 
+_OF_A_SCHEDULE: Final = ("/last_epoch", "/_step_count")
+_SCHEDULE: Final = (
+    "a scheduler's step that comes after save() in the loop body, or whose place a restart does not know: what comes "
+    "after a save is done once more or never; call save() last in the body"
+)
+_OF_THE_COUNT: Final = ("stepwell/step", "stepwell/epoch", "stepwell/consumed")
+_COUNT: Final = (
+    "batches or whole epochs that were done again or left out: count epochs with ckpt.epochs(), iterate ckpt.data once "
+    "in each, and with a loader of your own skip ckpt.data.index batches"
+)
+
+
 @dataclass(frozen=True)
 class Kill:
     """One kill and the restart after it. `time` in seconds since the epoch; `source` None: the restart began fresh.
@@ -92,6 +104,8 @@ class Proof:
     lineage_steps: dict[int, int] = field(default_factory=dict)
     ranks: int = 1
     set_for_it: Sequence[str] = ()
+    bucket: str | None = None
+    """Where the script would train; the trial's runs are in directories."""
 
     @property
     def differences(self) -> list[Difference]:
@@ -161,6 +175,11 @@ class Proof:
     def notes(self) -> list[str]:
         """What a person should know beside the verdict."""
         found = []
+        if self.bucket is not None:
+            found.append(
+                f"the script trains in {self.bucket}, and both runs of this trial were in a directory: nothing is "
+                "shown of the bucket"
+            )
         if self.set_for_it and self.ranks > 1:
             found.append(
                 f"{', '.join(self.set_for_it)} was set for the command: without it ranks that torchrun starts again "
@@ -218,12 +237,21 @@ class Proof:
             seeds = ", ".join(dict.fromkeys(_SEEDING.get(name, name) for name in self.unseeded))
             unseeded += f"; not the same at the end: {', '.join(self.unseeded)} ({seeds})"
         untracked = "state that is not tracked: an average of weights, a counter, a buffer, a generator of your own"
+        ahead = (
+            "a batch drawn ahead, before the step that uses it: after a restart it is drawn again, by a generator that "
+            "is past it; draw it at the top of the loop body"
+        )
         workers = "augmentation in loader workers: each has generators of its own, which no checkpoint holds"
         kernels = "non-deterministic kernels: torch.use_deterministic_algorithms(True)"
         guards = "tensors changed outside every guard, through .data or numpy: `with ckpt.updating():`"
         if self._parts_before_any_kill:
             return [unseeded, workers, kernels]
-        ordered = [untracked, unseeded, workers, guards, kernels]
+        ordered = [untracked, unseeded, ahead, workers, guards, kernels]
+        plain = [item.path for item in self.differences if not item.is_tensor]
+        if any(path.endswith(_OF_A_SCHEDULE) for path in plain):
+            ordered.insert(0, _SCHEDULE)
+        if any(path.startswith(_OF_THE_COUNT) for path in plain):
+            ordered.insert(0, _COUNT)
         if self.ranks > 2:
             buckets = "DDP lays its buckets out anew after a start's first step: find_unused_parameters=True stops that"
             ordered.insert(0, buckets)

@@ -81,6 +81,7 @@ class Trial:
         steps, ranks = uninterrupted.step, count_ranks(self.out / "reference")
         unset = [] if OWN_STORE in os.environ else [f"{OWN_STORE}=1"]
         proof = replace(proof, steps=steps, ranks=ranks, set_for_it=unset, voids=uninterrupted.voids(ranks))
+        proof = replace(proof, bucket=history.redirected(uninterrupted.tail.lines))
         first = min(history.committed(uninterrupted.tail.lines).values(), default=None)
         if (obstacle := _why_no_kill(self.out, steps, first)) is not None or first is None:
             return replace(proof, obstacle=obstacle)
@@ -160,7 +161,7 @@ class _Watch:
         self._ranks = ranks
         self._lineage = 0  # of the last attempt that was killed
         self._attempts = 1
-        self.command = Command(trial.words, where=where, output=trial.out / f"{name}.log", seed=trial.seed)
+        self.command = Command(trial.words, where=where, output=trial.out / f"{name}.log")
         self.tail = history.EventTail(self._paths.events)
         self.kills: list[Kill] = []
         self.resumes: list[history.Resume] = []  # of each attempt

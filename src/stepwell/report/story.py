@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from stepwell.eventfile import THINNED
+
 
 @dataclass(frozen=True)
 class Point:
@@ -47,6 +49,8 @@ class Story:
 
     began: float
     lineages: list[Lineage] = field(default_factory=list)
+    dropped: int = 0
+    """Events of a long run that its file does not hold any more."""
     stalls: list[Point] = field(default_factory=list)
     snapshots: list[Point] = field(default_factory=list)
     commits: list[Point] = field(default_factory=list)
@@ -69,9 +73,12 @@ def tell(lines: Iterable[dict[str, Any]]) -> Story:
     story: Story | None = None
     restored: dict[str, Any] | None = None
     lives: dict[int, Lineage] = {}
+    dropped = 0
     for event in lines:
         kind = event["kind"]
-        if kind == "restore":
+        if kind == THINNED:
+            dropped = sum(event["dropped"].values())
+        elif kind == "restore":
             restored = event
         elif kind == "start":
             story = story or Story(began=event["time"])
@@ -92,7 +99,9 @@ def tell(lines: Iterable[dict[str, Any]]) -> Story:
                 _finish(lives.get(event["lineage"]), point)
             if kind in ("log", "snapshot") and event["lineage"] in lives:
                 _advance(lives[event["lineage"]], point)
-    return story or Story(began=0.0)
+    story = story or Story(began=0.0)
+    story.dropped = dropped
+    return story
 
 
 def _begin(event: dict[str, Any], restored: dict[str, Any] | None, began: float) -> Lineage:

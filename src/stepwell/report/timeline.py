@@ -69,7 +69,8 @@ def write_timeline(events: Path, picture: Path, *, kills: Sequence[KillLike] = (
 
 def _title(story: Story, kills: Sequence[KillLike]) -> str:
     killed = f", killed {len(kills)} time{'s' if len(kills) != 1 else ''}" if kills else ""
-    return f"{story.steps} steps in {story.seconds:.0f} s{killed}"
+    dropped = f"; {story.dropped} older events are not kept" if story.dropped else ""
+    return f"{story.steps} steps in {story.seconds:.0f} s{killed}{dropped}"
 
 
 def _gaps(story: Story) -> list[Gap]:

@@ -1,6 +1,7 @@
 """Verified bytes into live torch objects.
 
-Owns:    which live tensor each leaf goes into, and the comparison of a checkpoint with the live objects.
+Owns:    the order of comparing, reading and giving, and what is put right after an object took its state.
+Not:     which live tensor a leaf goes into (fit).
 Holds:   modules and optimizers are filled in place, so there is never a second copy of the state; every mismatch is
          listed by name in one error before any byte is read; a record is not believed: what it says of the values is
          checked before any object is given its state.
@@ -9,38 +10,49 @@ Holds:   modules and optimizers are filled in place, so there is never a second 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from stepwell.errors import DamagedError, StateError, listing
-from stepwell.format import dtypes
 from stepwell.format.box import Box
-from stepwell.format.record import FileEntry, LeafEntry, Record
+from stepwell.format.record import FileEntry, Record
+from stepwell.restore import find
+from stepwell.restore.fit import Fit, Target, leaf_names
+from stepwell.restore.hold import held
 from stepwell.restore.place import Placing
 from stepwell.restore.read import Source, read_record_leaves, read_some
-from stepwell.restore.whole import Part, Whole
+from stepwell.restore.whole import Fetch, Part, Whole
 from stepwell.state import rng
-from stepwell.state.distributed import is_distributed, like, local_of, part_of
-from stepwell.state.flatten import dtype_from, dtype_name, flatten, leaf_name, unflatten
+from stepwell.state.distributed import is_distributed
+from stepwell.state.flatten import dtype_from, leaf_name, unflatten
+from stepwell.state.strides import shares_elements, without_repeats
 from stepwell.state.tracked import Tracked
-
-_DEVICE_GRAIN: Final = 512
-"""torch hands out device memory in multiples of this,"""
-_POOLED_BYTES: Final = 1 << 20
-"""and up to this size from pools of their own."""
+from stepwell.types import CheckpointId
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What came back: the run's own state, what did not fit (strict=False), and how many bytes were read."""
+    """What came back.
 
+    own:       the run's own state; None if only some objects were restored
+    problems:  what did not fit (strict=False)
+    nbytes:    how many were read
+    frozen:    leaves that did not change
+    """
+
+    id: CheckpointId
     own: Any
     problems: list[str]
     nbytes: int
+    frozen: set[str]
+
+
+Touched = dict[int, str]
+"""Live tensors, by address, into which bytes of a checkpoint went that could not be restored, with their names."""
 
 
 def load_record(
@@ -64,79 +76,145 @@ def load(
     only: set[str] | None,
     strict: bool,
     check: Callable[[dict[str, Any]], None] | None = None,
+    touched: Touched | None = None,
 ) -> Loaded:
-    """Fill the live objects from a checkpoint. Raises StateError (mismatch) or DamagedError (bytes).
+    """Fill the live objects from a checkpoint. See `Loading`."""
+    return Loading(parts, tracked, mine=mine, only=only, strict=strict, check=check).run(touched)
+
+
+class Loading:
+    """A checkpoint that is compared with the live objects, and then fills them.
 
     mine:   the part whose values, and leaves of a rank's own, are restored; None: another number of ranks saved it
     check:  told the run's own state (its generators are not read yet) before anything is changed; may refuse it
+    is_lazy:  see `Whole`
+
+    Constructing compares, and changes nothing. Raises StateError (mismatch) or DamagedError.
     """
-    record = parts[mine or 0].record
-    try:
-        if check is not None:
-            check(_own_values(record))
-        return _load(Whole(parts, mine), tracked, only, strict)
-    except DamagedError as error:
-        if "path" in error.fields:
-            raise
-        path = f"{record.id}/{record.owner.stem}.json"
-        raise DamagedError(f"{path}: {error}", **{**error.fields, "path": path}) from error
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        tracked: Sequence[Tracked],
+        *,
+        mine: int | None,
+        only: set[str] | None,
+        strict: bool,
+        check: Callable[[dict[str, Any]], None] | None,
+        is_lazy: bool = True,
+    ) -> None:
+        self.record = parts[mine or 0].record
+        self._only, self._strict = only, strict
+        with self._naming():
+            if check is not None:
+                check(_own_values(self.record))
+            self.whole = Whole(parts, mine, is_lazy=is_lazy)
+            self._compare(tracked)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Damage that does not say where it is lies in this record."""
+        try:
+            yield
+        except DamagedError as error:
+            if "path" in error.fields:
+                raise
+            path = f"{self.record.id}/{self.record.owner.stem}.json"
+            raise DamagedError(f"{path}: {error}", **{**error.fields, "path": path}) from error
+
+    def _compare(self, tracked: Sequence[Tracked]) -> None:
+        record, only = self.record, self._only
+        if not isinstance(record.tree, dict) or "stepwell" not in record.tree:
+            raise DamagedError("the tree of values lacks the run's own state")
+        chosen = [item for item in tracked if only is None or item.name in only]
+        self._fit = fit = Fit(self.whole, chosen, only, tracked)
+        if fit.problems and self._strict:
+            raise StateError(
+                f"the checkpoint of step {record.id.step} does not fit the tracked objects:\n{listing(fit.problems)}\n"
+                "restore(strict=False) restores what fits and reports the rest",
+                step=record.id.step,
+                problems=fit.problems,
+            )
+        self._chosen = [item for item in chosen if item.name not in fit.refused]
+        names = [item.name for item in self._chosen if item.name in record.tree]
+        self._trees = {name: record.tree[name] for name in [*names, *([] if only is not None else ["stepwell"])]}
+        wanted = {name for tree in self._trees.values() for name in leaf_names(tree)}
+        missing = wanted - self.whole.leaves.keys()
+        if missing:
+            raise DamagedError(f"the record lacks leaf {min(missing)!r}")
+        self._targets = fit.targets([entry for name, entry in self.whole.leaves.items() if name in wanted])
+
+    def lacking(self) -> find.Wanted:
+        """What this rank needs, and no record has that was looked into. Raises DamagedError."""
+        with self._naming():
+            boxes = self.whole.lacking({name: target.box for name, target in self._targets.items()})
+        return find.ask(boxes, {name: self.whole.leaves[name].global_shape for name in boxes})
+
+    def run(self, touched: Touched | None = None) -> Loaded:
+        """Fill the live objects. Raises StateError or DamagedError.
+
+        touched:  what earlier tries left behind; what this one fills is taken out, and if it fails added
+        """
+        with self._naming():
+            return self._run({} if touched is None else touched)
+
+    def _run(self, touched: Touched) -> Loaded:
+        targets, fit = self._targets, self._fit
+        filled = {t.tensor.data_ptr(): name for name, t in targets.items() if t.tensor.numel() and not t.is_fresh}
+        nbytes = _read(self.whole, targets, is_all=self._only is None, on_open=lambda: touched.update(filled))
+        state = {name: unflatten(tree, lambda leaf: targets[leaf].given) for name, tree in self._trees.items()}
+        own = state.get("stepwell")
+        if own is not None:
+            _check_own(own, self.record)
+        for item in self._chosen:
+            if item.name in state:
+                _give(item, state[item.name], fit, strict=self._strict)
+        replaced = [item.name for item in self._chosen if item.name in state and item.module is None]
+        _forget(touched, filled, replaced)
+        return Loaded(self.record.id, own, fit.problems, nbytes, self.whole.frozen)
 
 
-def _load(whole: Whole, tracked: Sequence[Tracked], only: set[str] | None, strict: bool) -> Loaded:
-    record = whole.record
-    if not isinstance(record.tree, dict) or "stepwell" not in record.tree:
-        raise DamagedError("the tree of values lacks the run's own state")
-    chosen = [item for item in tracked if only is None or item.name in only]
-    fit = _Fit(whole, chosen, only)
-    if fit.problems and strict:
-        raise StateError(
-            f"the checkpoint of step {record.id.step} does not fit the tracked objects:\n{listing(fit.problems)}\n"
-            "restore(strict=False) restores what fits and reports the rest",
-            step=record.id.step,
-            problems=fit.problems,
-        )
-    names = [item.name for item in chosen if item.name in record.tree]
-    trees = {name: record.tree[name] for name in [*names, *([] if only is not None else ["stepwell"])]}
-    wanted = {name for tree in trees.values() for name in _leaf_names(tree)}
-    missing = wanted - whole.leaves.keys()
-    if missing:
-        raise DamagedError(f"the record lacks leaf {min(missing)!r}")
-    targets = fit.targets([entry for name, entry in whole.leaves.items() if name in wanted])
-    nbytes = _read(whole, targets, is_all=only is None)
-    state = {name: unflatten(tree, lambda leaf: targets[leaf].given) for name, tree in trees.items()}
-    own = state.get("stepwell")
-    if own is not None:
-        _check_own(own, record)
-    for item in chosen:
-        if item.name in state:
-            _give(item, state[item.name], fit, strict=strict)
-    return Loaded(own, fit.problems, nbytes)
+def _forget(touched: Touched, filled: Collection[int], replaced: Sequence[str]) -> None:
+    """These tensors have what they should have; and objects that are no modules have taken a new state."""
+    labels = tuple(f"{leaf_name((name,))}/" for name in replaced)
+    for address, name in list(touched.items()):
+        if address in filled or name.startswith(labels):
+            del touched[address]
 
 
-def _read(whole: Whole, targets: dict[str, Target], *, is_all: bool) -> int:
-    """Fill the targets. Returns the bytes read."""
+def _read(whole: Whole, targets: dict[str, Target], *, is_all: bool, on_open: Callable[[], None] = lambda: None) -> int:
+    """Fill the targets. Returns the bytes read. `on_open`: called when all files are open, before anything changes."""
     if whole.is_single and all(target.is_whole for target in targets.values()):
-        (part,) = whole.parts
         fresh = {name for name, target in targets.items() if target.is_fresh}
-        with Placing({name: target.tensor for name, target in targets.items()}, fresh) as placing:
-            return read_record_leaves(part.record, part.open_source, None if is_all else set(targets), placing)
-    total = 0
-    for part, fetches in whole.plan({name: target.box for name, target in targets.items()}):
-        rooms, late = {}, []
-        for fetch in fetches:
-            target = targets[fetch.entry.name]
-            place = target.tensor[_slices(fetch.target)]
-            if fetch.is_whole and place.is_contiguous():
-                rooms[fetch.entry.name] = place
-                continue
-            room = torch.empty(fetch.entry.shape, dtype=place.dtype, device=place.device)
-            rooms[fetch.entry.name] = room
-            late.append((place, room[_slices(fetch.needed)]))
-        with Placing(rooms, {name for name in rooms if targets[name].is_fresh}) as placing:
-            total += read_some(part.record, part.open_source, [fetch.entry for fetch in fetches], placing)
-        for place, room in late:
-            place.copy_(room)
-    return total
+        wanted = None if is_all else set(targets)
+        numbers = {leaf.file for leaf in whole.record.leaves if wanted is None or leaf.name in wanted}
+        needed = range(len(whole.record.files)) if is_all else numbers
+        with held([(whole.parts[0], needed)]) as (part,):
+            on_open()
+            with Placing({name: target.tensor for name, target in targets.items()}, fresh) as placing:
+                return read_record_leaves(part.record, part.open_source, wanted, placing)
+    reads = list(whole.plan({name: target.box for name, target in targets.items()}))
+    with held([(part, {fetch.entry.file for fetch in fetches}) for part, fetches in reads]) as parts:
+        on_open()
+        return sum(_read_part(part, fetches, targets) for part, (_, fetches) in zip(parts, reads, strict=True))
+
+
+def _read_part(part: Part, fetches: Sequence[Fetch], targets: dict[str, Target]) -> int:
+    rooms, late = {}, []
+    for fetch in fetches:
+        target = targets[fetch.entry.name]
+        place = target.tensor[_slices(fetch.target)]
+        if fetch.is_whole:
+            rooms[fetch.entry.name] = place
+            continue
+        room = torch.empty(fetch.entry.shape, dtype=place.dtype, device=place.device)
+        rooms[fetch.entry.name] = room
+        late.append((place, room[_slices(fetch.needed)]))
+    with Placing(rooms, {name for name in rooms if targets[name].is_fresh}) as placing:
+        nbytes = read_some(part.record, part.open_source, [fetch.entry for fetch in fetches], placing)
+    for place, room in late:
+        place.copy_(room)
+    return nbytes
 
 
 def fill_boxes(whole: Whole, wanted: Sequence[tuple[str, Box, torch.Tensor]]) -> int:
@@ -195,178 +273,6 @@ def _check_values(own: dict[str, Any], record: Record) -> None:
             raise DamagedError(f"the run's own state has {value!r} as {name}")
 
 
-def _leaf_names(tree: Any) -> list[str]:
-    """Names of all leaves a typed tree refers to."""
-    found: list[str] = []
-    pending = [tree]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, list):
-            pending.extend(value)
-        elif isinstance(value, dict):
-            if len(value) == 1 and ("$tensor" in value or "$ndarray" in value):
-                payload = next(iter(value.values()))
-                name = (
-                    payload if isinstance(payload, str) else payload.get("leaf") if isinstance(payload, dict) else None
-                )
-                if not isinstance(name, str):
-                    raise DamagedError("the tree of values refers to a leaf without a name")
-                found.append(name)
-            else:
-                pending.extend(value.values())
-    return found
-
-
-def _keys(tree: Any) -> dict[str, str | None]:
-    """Keys of a module's saved state dict, each with the leaf behind it (None: not a tensor)."""
-    found: dict[str, str | None] = {}
-    try:
-        if len(tree) == 1 and next(iter(tree)).startswith("$"):
-            payload = next(iter(tree.values()))
-            pairs = payload[0] if "$state_dict" in tree else payload
-        else:
-            pairs = list(tree.items())
-        for key, value in pairs:
-            names = _leaf_names(value) if isinstance(value, dict) and "$tensor" in value else []
-            found[str(key)] = names[0] if names else None
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise DamagedError(f"the saved state of a module is no state dict: {error}") from error
-    return found
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a leaf goes: memory for the box of it that belongs here, and what the object is given in the end."""
-
-    tensor: torch.Tensor
-    box: Box
-    given: torch.Tensor
-    is_fresh: bool
-    is_whole: bool
-
-
-class _Fit:
-    """Compares a checkpoint with the live objects and finds the live tensor for each leaf."""
-
-    def __init__(self, whole: Whole, tracked: Sequence[Tracked], only: set[str] | None) -> None:
-        self.problems: list[str] = whole.bound_to_ranks()
-        self.live: dict[str, torch.Tensor] = {}
-        self.skipped: set[str] = set()
-        self._like: dict[str, list[torch.Tensor]] = {}
-        saved, tree = whole.leaves, whole.record.tree
-        names = {item.name for item in tracked}
-        for name in sorted((only or set()) - names):
-            self.problems.append(f"{name}: asked for with only=, but not tracked")
-        if only is None:
-            for name in sorted(set(tree) - names - {"stepwell"}):
-                self.problems.append(f"{name}: in the checkpoint, but not tracked")
-        for item in tracked:
-            if item.name not in tree:
-                self.problems.append(f"{item.name}: tracked, but not in the checkpoint")
-            elif item.module is not None:
-                self._module(item, saved, tree[item.name])
-            elif item.zero is not None and item.zero.world_size != len(whole.parts):
-                self.problems.append(
-                    f"{item.name}: ZeRO's state was saved by {len(whole.parts)} ranks, these are {item.zero.world_size}"
-                )
-            elif item.optimizer is not None:
-                self._optimizer(item, item.optimizer)
-
-    def _optimizer(self, item: Tracked, optimizer: torch.optim.Optimizer) -> None:
-        """State that exists already is filled in place; what is created at the first step comes fresh."""
-        leaves = flatten({item.name: item.state()}).leaves
-        self.live.update({leaf.name: leaf.local if leaf.origin is None else leaf.origin for leaf in leaves})
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(map(is_distributed, parameters)):
-            self._like[leaf_name((item.name, "state"))] = parameters
-
-    def _module(self, item: Tracked, saved: dict[str, LeafEntry], tree: Any) -> None:
-        """Compare key by key: what is tied in one place and not in the other still fits."""
-        stored = _keys(tree)
-        live = {key: value for key, value in item.state().items() if isinstance(value, torch.Tensor)}
-        label = f"{item.name}/{{}}".format
-        self.problems += [f"{label(key)}: missing in the checkpoint" for key in live if key not in stored]
-        for key, name in stored.items():
-            if name is None:
-                continue
-            tensor, entry = live.get(key), saved.get(name)
-            if tensor is None:
-                self.problems.append(f"{label(key)}: unexpected, the live module has no such tensor")
-            elif entry is not None and tuple(tensor.shape) != entry.global_shape:
-                found = f"{entry.global_shape} in the checkpoint, {tuple(tensor.shape)} live"
-                self.problems.append(f"{label(key)}: shape {found}")
-                self.skipped.add(label(key))
-            elif entry is not None and tensor.dtype != dtype_from(entry.dtype):
-                self.problems.append(f"{label(key)}: {entry.dtype} in the checkpoint, {dtype_name(tensor.dtype)} live")
-            else:
-                self.live.setdefault(name, tensor.detach())
-
-    def targets(self, entries: Sequence[LeafEntry]) -> dict[str, Target]:
-        """For each leaf the live tensor where it fits byte for byte, else a fresh one. Raises DamagedError."""
-        found = {entry.name: self._live(entry) for entry in entries}
-        fresh = [entry for entry in entries if found[entry.name] is None]
-        devices = {entry.name: _device(entry.device) for entry in fresh}
-        sizes = {entry.name: self._fresh_size(entry) for entry in fresh}
-        _reserve([(devices[name], nbytes) for name, nbytes in sizes.items()])
-        made = {entry.name: self._fresh(entry, devices[entry.name]) for entry in fresh}
-        return {name: made[name] if live is None else live for name, live in found.items()}
-
-    def _live(self, entry: LeafEntry) -> Target | None:
-        live = self.live.get(entry.name)
-        if live is None or tuple(live.shape) != entry.global_shape or live.dtype != dtype_from(entry.dtype):
-            return None
-        local = local_of(live)
-        if not local.is_contiguous() or local.is_conj() or local.is_neg():
-            return None
-        box = part_of(live, entry.name).box if is_distributed(live) else Box.whole(entry.global_shape)
-        return Target(local, box, live, is_fresh=False, is_whole=box.shape == entry.global_shape)
-
-    def _template(self, entry: LeafEntry) -> torch.Tensor | None:
-        """The distributed tensor like which a fresh one has to lie."""
-        live = self.live.get(entry.name)
-        if live is None:
-            prefix, _, rest = entry.name.rpartition("/")[0].rpartition("/")
-            parameters = self._like.get(prefix, [])
-            live = parameters[int(rest)] if rest.isdecimal() and int(rest) < len(parameters) else None
-        is_fit = live is not None and is_distributed(live) and tuple(live.shape) == entry.global_shape
-        return live if is_fit else None
-
-    def _fresh_size(self, entry: LeafEntry) -> int:
-        template = self._template(entry)
-        count = math.prod(entry.global_shape) if template is None else local_of(template).numel()
-        return count * dtypes.itemsize(entry.dtype)
-
-    def _fresh(self, entry: LeafEntry, device: torch.device) -> Target:
-        template, dtype = self._template(entry), dtype_from(entry.dtype)
-        if template is None:
-            made = torch.empty(entry.global_shape, dtype=dtype, device=device)
-            return Target(made, Box.whole(entry.global_shape), made, is_fresh=True, is_whole=True)
-        local = torch.empty(local_of(template).shape, dtype=dtype, device=local_of(template).device)
-        box = part_of(template, entry.name).box
-        return Target(local, box, like(template, local), is_fresh=True, is_whole=box.shape == entry.global_shape)
-
-
-def _reserve(sizes: Sequence[tuple[torch.device, int]]) -> None:
-    """Ask the driver once for the memory of all fresh leaves: torch keeps it and cuts the leaves out of it.
-
-    Hundreds of leaves that each ask for themselves take longer than their bytes.
-    """
-    for device in {device for device, _ in sizes if device.type == "cuda"}:
-        large = [size for at, size in sizes if at == device and size > _POOLED_BYTES]
-        nbytes = sum(-(-size // _DEVICE_GRAIN) * _DEVICE_GRAIN for size in large)
-        if nbytes > torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device):
-            with contextlib.suppress(torch.OutOfMemoryError):  # in one piece: single leaves may still find room
-                torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-def _device(text: str) -> torch.device:
-    """The device a leaf came from, or the nearest there is here."""
-    kind, _, index = text.partition(":")
-    if kind != "cuda" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device(text if int(index or 0) < torch.cuda.device_count() else "cuda")
-
-
 def give_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
     """Give an optimizer its state, all of it in the types in which it was saved."""
     optimizer.load_state_dict(state)
@@ -384,7 +290,38 @@ def _put_back(optimizer: torch.optim.Optimizer, state: Any) -> None:
                 optimizer.state[parameter][key] = value.to(found.device)
 
 
-def _give(item: Tracked, state: Any, fit: _Fit, *, strict: bool) -> None:
+def _fill_expanded(name: str, module: torch.nn.Module, state: dict[str, Any]) -> None:
+    """torch fills no tensor whose elements share memory: fill what such a tensor was expanded from, and give it itself.
+
+    Raises StateError where the checkpoint has other values for elements that are one.
+    """
+    live = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for key, place in live:
+        value = state.get(key)
+        if not isinstance(value, torch.Tensor) or is_lazy(place) or is_distributed(place):
+            continue
+        if place.shape != value.shape or not shares_elements(place):
+            continue
+        whole = without_repeats(place.detach())
+        once = value[tuple(slice(size) for size in whole.shape)]
+        if not torch.equal(_image(once.expand_as(value)), _image(value)):
+            raise StateError(
+                f"{name}/{key}: the live tensor is expanded, one element stands for several, and in the checkpoint "
+                "these differ; make it a tensor of its own with .clone()",
+                name=name,
+            )
+        whole.copy_(once)
+        state[key] = place
+
+
+def _image(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, row by row: not a number equals itself."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _give(item: Tracked, state: Any, fit: Fit, *, strict: bool) -> None:
+    if item.module is not None:
+        _fill_expanded(item.name, item.module, state)
     try:
         if item.module is not None and not strict:
             for key in [key for key in state if f"{item.name}/{key}" in fit.skipped]:
@@ -395,4 +332,8 @@ def _give(item: Tracked, state: Any, fit: _Fit, *, strict: bool) -> None:
             if item.optimizer is not None:
                 _put_back(item.optimizer, state)
     except Exception as error:  # the user's code: whatever it says is about this checkpoint and that object
-        raise StateError(f"{item.name}: load_state_dict refused the checkpoint: {error}", name=item.name) from error
+        raise StateError(
+            f"{item.name}: load_state_dict refused the checkpoint: {type(error).__name__}: {error}. Other objects "
+            "may have new values already: make all of them anew before training",
+            name=item.name,
+        ) from error

@@ -20,7 +20,9 @@ import torch
 
 from stepwell.arena.memory import PAGE, whole_pages
 from stepwell.cudart import HOST_TO_DEVICE, PORTABLE, forget_error, lock_pages, quick_copy, unlock_pages
+from stepwell.errors import DamagedError
 from stepwell.restore.read import Lane, Piece, Room
+from stepwell.state.strides import as_words, fill
 
 _Place = tuple[int, bool]
 """Address of a tensor, and whether its memory is fresh."""
@@ -35,20 +37,21 @@ _libc = ctypes.CDLL(None)
 class Placing:
     """Tensors that are being filled, by the name of their leaf. Leaves without a tensor are passed over.
 
-    Each tensor is contiguous. Waits for nothing; what the current streams are doing is waited for by the lanes.
+    No element of a tensor shares its memory with another one. Waits for nothing; what the current streams are doing is
+    waited for by the lanes.
 
     fresh:  names of tensors whose memory nobody has touched yet
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], fresh: Set[str] = frozenset()) -> None:
         self._held = tensors  # their addresses are used
-        self._on_host = {name: (tensor.data_ptr(), name in fresh) for name, tensor in tensors.items() if tensor.is_cpu}
-        self._flat = {
-            name: tensor.view(-1).view(torch.uint8)
-            for name, tensor in tensors.items()
-            if not tensor.is_cpu and tensor.numel()
-        }
-        devices = {tensor.device for tensor in self._flat.values() if tensor.is_cuda}
+        some = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        lines = {name: tensor for name, tensor in some.items() if tensor.is_contiguous()}
+        self._on_host = {name: (tensor.data_ptr(), name in fresh) for name, tensor in lines.items() if tensor.is_cpu}
+        self._flat = {name: tensor.view(-1).view(torch.uint8) for name, tensor in lines.items() if not tensor.is_cpu}
+        self._woven = {name: as_words(tensor) for name, tensor in some.items() if name not in lines}
+        self._is_on_host = all(tensor.is_cpu for tensor in some.values())
+        devices = {tensor.device for tensor in some.values() if tensor.is_cuda}
         self._ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
         self._staging: list[_Staging] = []
 
@@ -61,17 +64,18 @@ class Placing:
 
     def lane(self, nbytes: int) -> Lane:
         """See `read.Lanes`."""
-        if not self._flat:
-            return _HostLane(self._on_host, nbytes)
+        if self._is_on_host:
+            return _HostLane(self._on_host, self._woven, nbytes)
+        places = self._on_host, self._flat, self._woven
         if not self._ready:
-            return _DeviceLane(self._on_host, self._flat, {}, self._take(nbytes), self._staging)
+            return _DeviceLane(*places, {}, self._take(nbytes), self._staging)
         with torch.cuda.device(next(iter(self._ready))):  # a new thread would make a context on the first device
             staging = self._take(nbytes)
         try:
             streams = {device: torch.cuda.Stream(device) for device in self._ready}
             for device, stream in streams.items():
                 stream.wait_event(self._ready[device])
-            return _DeviceLane(self._on_host, self._flat, streams, staging, self._staging)
+            return _DeviceLane(*places, streams, staging, self._staging)
         except BaseException:
             self._staging.append(staging)  # closed with the others, or it would stay page-locked
             raise
@@ -97,11 +101,22 @@ def _move(place: _Place, offset: int, source: int, nbytes: int) -> None:
     ctypes.memmove(start + offset, source, nbytes)
 
 
+def _weave(words: torch.Tensor, offset: int, data: torch.Tensor) -> None:
+    """Copy bytes, row by row as they lie in the file, into a tensor that lies otherwise. On the current stream."""
+    width = words.element_size()
+    if offset % width or data.numel() % width:
+        raise DamagedError("the block of a leaf ends within an element", found=offset)
+    if data.storage_offset() % width:
+        data = data.clone()
+    with torch.no_grad():
+        fill(words, offset // width, data.view(words.dtype))
+
+
 class _HostLane:
     """One room, and a copy from it into the tensors."""
 
-    def __init__(self, on_host: Mapping[str, _Place], nbytes: int) -> None:
-        self._on_host = on_host
+    def __init__(self, on_host: Mapping[str, _Place], woven: Mapping[str, torch.Tensor], nbytes: int) -> None:
+        self._on_host, self._woven = on_host, woven
         self._room = Room(nbytes)
 
     def room(self) -> memoryview:
@@ -111,6 +126,8 @@ class _HostLane:
         for leaf, offset, low, high in pieces:
             if leaf.name in self._on_host:
                 _move(self._on_host[leaf.name], offset, self._room.address + low, high - low)
+            elif leaf.name in self._woven:
+                _weave(self._woven[leaf.name], offset, torch.frombuffer(self._room.memory, dtype=torch.uint8)[low:high])
 
     def close(self) -> None:
         self._room.close()
@@ -149,11 +166,12 @@ class _DeviceLane:
         self,
         on_host: Mapping[str, _Place],
         flat: Mapping[str, torch.Tensor],
+        woven: Mapping[str, torch.Tensor],
         streams: Mapping[torch.device, torch.cuda.Stream],
         staging: _Staging,
         idle: list[_Staging],
     ) -> None:
-        self._on_host, self._flat, self._streams = on_host, flat, streams
+        self._on_host, self._flat, self._woven, self._streams = on_host, flat, woven, streams
         self._staging, self._idle = staging, idle
         self._bytes = list(staging.tensor().split(staging.nbytes))
         self._events = [{device: torch.cuda.Event(blocking=True) for device in streams} for _ in range(_ROOMS)]
@@ -189,6 +207,11 @@ class _DeviceLane:
                     used.add(flat.device)
             elif leaf.name in self._on_host:
                 _move(self._on_host[leaf.name], offset, address + low, high - low)
+            elif leaf.name in self._woven:
+                woven = self._woven[leaf.name]
+                _weave(woven, offset, data[low:high])
+                if woven.device in self._streams:
+                    used.add(woven.device)
         for device in used:
             self._events[turn][device].record(self._streams[device])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from stepwell.store.catalog import Entry
 
@@ -20,6 +21,10 @@ class Choice:
     entry: Entry
     rank: int | None
     reason: str
+
+
+NOT_COMMITTED: Final = "not committed: it is being written, or its process ended before the manifest was written"
+"""Which of these it is the files do not tell."""
 
 
 def choose(
@@ -53,7 +58,7 @@ def _why_not(entry: Entry, step: int | None, before: int | None, any_branch: boo
     if entry.void is not None:
         return f"void, so never committed: {entry.void}"
     if not entry.is_committed:
-        return "never committed: its process died before the manifest was written"
+        return NOT_COMMITTED
     if entry.damage is not None:
         return f"damaged: {entry.damage}"
     if step is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import threading
@@ -26,6 +27,7 @@ from stepwell.format import dtypes, shard
 from stepwell.format.checksum import block_digest
 from stepwell.format.record import FileEntry, LeafEntry, Record
 from stepwell.store import files
+from stepwell.store.passing import intact
 
 Deliver = Callable[[LeafEntry, int, memoryview], None]
 """Called with a leaf, an offset inside it, and bytes. From several threads at once, for different ranges."""
@@ -37,6 +39,7 @@ MEMORY_THREADS: Final = 12
 """At most, and no more than cores. Measured on 16: 8 threads 23 GB/s to a device, 12 threads 27, 16 threads 26: each
 waits for the interpreter's lock a few times a block.
 """
+_LOOK_SECONDS: Final = 1.0
 _UNIT_BYTES: Final = 4 << 20
 """What is read at once, where blocks are smaller."""
 _ROOM_BYTES: Final = 64 << 20
@@ -86,13 +89,14 @@ class FileSource:
         while done < nbytes:
             fd, direct = self._open
             want = whole_pages(nbytes - done) if direct else nbytes - done
+            view, at = [buffer[done : done + want]], start + done
             try:
-                got = os.preadv(fd, [buffer[done : done + want]], start + done)
-            except OSError as error:
-                if not direct:
-                    raise DamagedError(f"{self._path}: cannot be read: {error.strerror}", path=self.label) from error
-                self._reopen()
-                continue
+                got = os.preadv(fd, view, at)
+            except OSError:
+                if direct:
+                    self._reopen()
+                    continue
+                got = intact(self._path, "cannot be read", functools.partial(os.preadv, fd, view, at))
             if got <= 0:
                 raise DamagedError(f"{self._path}: ends at {start + done}", path=self.label, found=start + done)
             done = min(nbytes, done + got)
@@ -345,7 +349,7 @@ def _run(work: Callable[[], None], count: int, stop: Callable[[BaseException], N
     for thread in threads:
         while thread.is_alive():
             try:
-                thread.join()
+                thread.join(_LOOK_SECONDS)
             except BaseException as error:  # Ctrl-C
                 stop(error)
     return None

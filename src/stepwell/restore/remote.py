@@ -5,17 +5,13 @@ Holds:   an object that ends early or is gone is damage; a bucket that does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import Final
 
 from stepwell.errors import DamagedError
 from stepwell.restore.read import FileSource, Source
 from stepwell.store import objects
 from stepwell.store.objects import Location, ObjectPath
 
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
 _THREADS: Final = 16
 """Each waits for an answer most of the time."""
 
@@ -43,14 +39,6 @@ class ObjectSource:
 
     def close(self) -> None:
         """Nothing was opened."""
-
-
-def for_each(items: Iterable[Item], call: Callable[[Item], Answer], where: Location) -> list[Answer]:
-    """Small reads, one for each item: several at a time where each waits for a network."""
-    if not isinstance(where, ObjectPath):
-        return [call(item) for item in items]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(call, items))
 
 
 def open_file(path: Location) -> Source:

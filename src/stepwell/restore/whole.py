@@ -1,14 +1,16 @@
 """A checkpoint of many ranks as one: which part of which file holds which part of a tensor.
 
-Owns:    the index over all records, and what has to be read for a box of a tensor.
-Not:     reading (read), tensors (load).
+Owns:    the index over the records that were looked into, and what has to be read for a box of a tensor.
+Not:     reading (read), tensors (load), finding the records that hold a box (find).
 Before:  `store.catalog` found the manifest.
-Holds:   what is read for a box makes it up, each element once; only rows that are needed are read.
+Holds:   what is read for a box makes it up, each element once; only rows that are needed are read. A rank that comes
+         back looks into its own record, and into others only for what that one lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -18,28 +20,43 @@ from stepwell.format.box import Box, is_covered
 from stepwell.format.manifest import Manifest
 from stepwell.format.record import FileEntry, LeafEntry, Record
 from stepwell.restore.read import Source
-from stepwell.restore.remote import for_each, open_file
+from stepwell.restore.remote import open_file
 from stepwell.store import catalog
+from stepwell.store.each import for_each
 from stepwell.store.paths import RunPaths
 
 _TRAINED: Final = ("parameter", "moment1", "moment2", "optimizer")
 """Roles of leaves that optimizers change. Others of a rank's own (statistics, generators) may be another rank's."""
 
 
-@dataclass(frozen=True)
 class Part:
-    """One rank's record, and the way to the bytes of its files."""
+    """One rank's record, which may be read when it is first asked for, and the way to the bytes of its files."""
 
-    record: Record
-    open_source: Callable[[FileEntry], Source]
+    def __init__(self, record: Record | Callable[[], Record], open_source: Callable[[FileEntry], Source]) -> None:
+        self._record = record
+        self.open_source = open_source
+
+    @property
+    def record(self) -> Record:
+        """Raises DamagedError if it cannot be read."""
+        if not isinstance(self._record, Record):
+            self._record = self._record()
+        return self._record
+
+    def with_source(self, open_source: Callable[[FileEntry], Source]) -> Part:
+        """The same record, and another way to the bytes."""
+        return Part(self._record, open_source)
 
 
 def parts_on_disk(paths: RunPaths, manifest: Manifest) -> list[Part]:
-    """All records of a checkpoint, and the way to their files. Raises DamagedError."""
+    """The parts of a checkpoint, whose records are read when they are asked for."""
     directory = paths.checkpoint(manifest.id)
-    ranks = range(manifest.world_size)
-    records = for_each(ranks, lambda rank: catalog.read_record(paths, manifest, rank), directory)
-    return [Part(record, lambda file: open_file(directory / file.name)) for record in records]
+    return [
+        Part(
+            functools.partial(catalog.read_record, paths, manifest, rank), lambda file: open_file(directory / file.name)
+        )
+        for rank in range(manifest.world_size)
+    ]
 
 
 @dataclass(frozen=True)
@@ -62,30 +79,46 @@ class Fetch:
 
 
 class Whole:
-    """All records of a checkpoint.
+    """The records of a checkpoint.
 
-    mine:  whose values, and leaves of a rank's own, are looked at; None: those of rank 0, for another number of ranks
+    mine:     whose values, and leaves of a rank's own, are looked at; None: those of rank 0, for other ranks than these
+    is_lazy:  only that record is looked into at once, if it says of every leaf what it is. Records that an older
+              version wrote do not
     """
 
-    def __init__(self, parts: Sequence[Part], mine: int | None = 0) -> None:
+    def __init__(self, parts: Sequence[Part], mine: int | None = 0, *, is_lazy: bool = False) -> None:
         self.parts = parts
-        self._is_resized, mine = mine is None, mine or 0
-        self.record = parts[mine].record
-        self._check_copies()
+        self._is_resized, self._mine = mine is None, mine or 0
+        if not is_lazy:
+            for_each(parts, lambda part: part.record)
+        self.record = parts[self._mine].record
         self.leaves: dict[str, LeafEntry] = {}
         self._pieces: dict[str, list[tuple[int, LeafEntry]]] = {}
-        for number, part in enumerate(parts):
-            for entry in part.record.leaves:
-                if not entry.private or number == mine:
+        self._known: set[int] = set()
+        self._copies: dict[str, str] = {}
+        elsewhere = self.record.elsewhere if is_lazy else None
+        self.look_into([self._mine] if elsewhere is not None else range(len(parts)))
+        for entry in elsewhere or ():
+            self.leaves.setdefault(entry.name, entry)
+            self._pieces.setdefault(entry.name, [])
+
+    def look_into(self, numbers: Iterable[int]) -> None:
+        """What these records hold counts too. Raises DamagedError."""
+        new = sorted(set(numbers) - self._known)
+        for_each([self.parts[number] for number in new], lambda part: part.record)
+        for number in new:
+            record = self.parts[number].record
+            self._known.add(number)
+            self._check_copies(record)
+            for entry in record.leaves:
+                if not entry.private or number == self._mine:
                     self._add(number, entry)
 
-    def _check_copies(self) -> None:
+    def _check_copies(self, record: Record) -> None:
         """A snapshot in memory was looked at by nobody: its parts may be of tensors that are not the same any more."""
-        known: dict[str, str] = {}
-        for part in self.parts:
-            for ranks, digest in part.record.copies.items():
-                if known.setdefault(ranks, digest) != digest:
-                    raise DamagedError(f"ranks {ranks} stored parts of tensors that were not the same on all of them")
+        for ranks, digest in record.copies.items():
+            if self._copies.setdefault(ranks, digest) != digest:
+                raise DamagedError(f"ranks {ranks} stored parts of tensors that were not the same on all of them")
 
     def _add(self, number: int, entry: LeafEntry) -> None:
         known = self.leaves.setdefault(entry.name, entry)
@@ -123,14 +156,35 @@ class Whole:
         """One rank wrote it all: every file is read whole, and its header checked."""
         return len(self.parts) == 1
 
+    @property
+    def frozen(self) -> set[str]:
+        """Leaves that did not change, as far as the records tell that were looked into."""
+        return {name for name, pieces in self._pieces.items() for _, entry in pieces if entry.file == 1}
+
+    def lacking(self, wanted: Mapping[str, Box]) -> dict[str, Box]:
+        """Boxes that the records do not make up which were looked into, nor those that share tensors with this one."""
+        lacking = {name: box for name, box in wanted.items() if self._find(name, box) is None}
+        if lacking and not self._known.issuperset(self.record.partners):
+            self.look_into(self.record.partners)
+            return self.lacking(lacking)
+        return lacking
+
+    def _find(self, name: str, box: Box) -> list[tuple[int, Fetch]] | None:
+        """What makes up a box of a leaf; None if that is not known."""
+        found = [(number, fetch) for number, entry in self._pieces[name] if (fetch := _fetch(entry, box))]
+        return found if is_covered(Box.whole(box.shape), [fetch.target for _, fetch in found]) else None
+
     def plan(self, wanted: Mapping[str, Box]) -> Iterator[tuple[Part, list[Fetch]]]:
         """What to read for a box of each leaf, part by part. Raises DamagedError if something is in no record."""
         reads: dict[int, list[Fetch]] = {}
+        found = {name: self._find(name, box) for name, box in wanted.items()}
+        if self.lacking({name: wanted[name] for name, fetches in found.items() if fetches is None}):
+            self.look_into(range(len(self.parts)))
         for name, box in wanted.items():
-            found = [(number, fetch) for number, entry in self._pieces[name] if (fetch := _fetch(entry, box))]
-            if not is_covered(Box.whole(box.shape), [fetch.target for _, fetch in found]):
+            fetches = self._find(name, box) if found[name] is None else found[name]
+            if fetches is None:
                 raise DamagedError(f"the records do not make up leaf {name!r}", leaf=name)
-            for number, fetch in found:
+            for number, fetch in fetches:
                 reads.setdefault(number, []).append(fetch)
         for number in sorted(reads):
             yield self.parts[number], reads[number]

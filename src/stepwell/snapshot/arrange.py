@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from stepwell.format.record import LeafEntry
 from stepwell.snapshot.device import DeviceProgram
-from stepwell.snapshot.guard import Fingerprints, Samples, facts
-from stepwell.snapshot.plan import Plan, make_plan, signature
+from stepwell.snapshot.guard import Fingerprints, Samples
+from stepwell.snapshot.plan import Plan, absent, make_plan, signature
 from stepwell.snapshot.program import Program, Source, make_program
 from stepwell.state.capture import leaves_after
+from stepwell.state.fingerprint import facts
 from stepwell.state.flatten import Flat, Leaf
 from stepwell.state.roles import Owners, Role, assign_roles
 from stepwell.state.tracked import Tracked
@@ -76,6 +78,8 @@ class _Kept:
     program: Program
     devices: dict[torch.device, DeviceProgram]
     frozen_facts: list[tuple[str, torch.Tensor]]
+    elsewhere: tuple[tuple[LeafEntry, ...], tuple[int, ...] | None]
+    """Of the leaves that do not stay."""
 
 
 class Arranger:
@@ -131,7 +135,8 @@ class Arranger:
         rest = leaves_after(flat)
         roles = self._roles(rest, kept.owners)
         assert self._plan is not None
-        if signature(rest, roles) != self._plan.signature[len(kept.roles) :]:
+        elsewhere = absent(flat.elsewhere), flat.partners
+        if signature(rest, roles) != self._plan.signature[len(kept.roles) :] or elsewhere != kept.elsewhere:
             return self._anew(flat)
         return Arrangement(self._plan, kept.program, make_program(rest, roles, self._plan), kept.devices)
 
@@ -144,15 +149,22 @@ class Arranger:
         if moved:
             self.not_frozen.update(moved)
             roles = self._roles(flat.leaves)
-        if self._plan is None or signature(flat.leaves, roles) != self._plan.signature:
-            self._plan = make_plan(self._number(), flat.leaves, roles, is_partial=self._is_partial)
+        rest_elsewhere = absent(flat.elsewhere)
+        elsewhere, partners = absent(flat.fixed_elsewhere) + rest_elsewhere, flat.partners
+        before = None if self._plan is None else (self._plan.signature, self._plan.elsewhere, self._plan.partners)
+        now = signature(flat.leaves, roles)
+        if self._plan is None or before != (now, elsewhere, partners):
+            number, is_partial = self._number(), self._is_partial
+            self._plan = make_plan(
+                number, flat.leaves, roles, is_partial=is_partial, elsewhere=elsewhere, partners=partners, known=now
+            )
         count = flat.fixed_count if flat.fixed is not None else 0
         fixed = make_program(flat.leaves[:count], roles[:count], self._plan)
         rest = make_program(flat.leaves[count:], roles[count:], self._plan)
         if flat.fixed is not None:
             frozen = _frozen(flat.leaves[:count], roles[:count])
             owners = Owners(self._tracked)
-            self._kept = _Kept(flat.fixed, owners, roles[:count], fixed, {}, frozen)
+            self._kept = _Kept(flat.fixed, owners, roles[:count], fixed, {}, frozen, (rest_elsewhere, partners))
             return Arrangement(self._plan, fixed, rest, self._kept.devices)
         return Arrangement(self._plan, fixed, rest)
 

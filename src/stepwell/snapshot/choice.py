@@ -35,6 +35,8 @@ class Choice:
             self.is_blocking_next = False
             return "blocking"
         devices = {*arrangement.fixed.device, *arrangement.rest.device}
+        if not devices and self._wanted == "device":
+            self._switch("overlap", step, "snapshot='device' has no effect: nothing of the state is on a device")
         if not devices or self._wanted == "overlap":
             return "overlap"
         wanted: Strategy = "overlap"

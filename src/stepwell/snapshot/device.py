@@ -22,6 +22,7 @@ from stepwell.arena.memory import Arena
 from stepwell.cudart import lock_pages, unlock_pages
 from stepwell.snapshot.graph import CopyBatch
 from stepwell.snapshot.program import Source
+from stepwell.waits import until
 
 Strategy = Literal["device", "overlap", "blocking"]
 _CHUNK_BYTES = 512 << 20
@@ -209,7 +210,7 @@ class DeviceJob:
         """Let the compute stream wait for the copy, on the device. The host waits at most for the copier's launches."""
         if self.strategy == "device" or self.wait_to is not None:
             return
-        self.issued.wait()
+        until(self.issued, "the start of a copy on the device")
         stream = torch.cuda.current_stream(self.device)
         self.wait_from, self.wait_to = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.wait_from.record(stream)

@@ -13,19 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from stepwell.format.checksum import block_digest
+from stepwell.state.fingerprint import facts
 from stepwell.state.flatten import Copy, Flat
 
 _SAMPLES = 64
 Live = Callable[[], "torch.Tensor | None"]
 """The way to a leaf's live tensor, which may have been replaced by another one meanwhile."""
-
-
-def facts(tensor: torch.Tensor) -> tuple[int, int]:
-    """Version and address of a tensor: what an ordinary change does not leave alone."""
-    try:
-        return tensor._version, tensor.data_ptr()
-    except RuntimeError:
-        return -1, tensor.data_ptr()  # an inference tensor has no version: the address is all there is
 
 
 class Guard:
@@ -45,18 +38,14 @@ class Guard:
 
     def changed(self) -> str | None:
         """Name of the first leaf that is not what it was, or None."""
+        return next(iter(self.all_changed()), None)
+
+    def all_changed(self) -> list[str]:
+        """Names of all leaves that are not what they were."""
         now = self._look()
         if now == self._seen:
-            return None
-        return next(name for name, was, found in zip(self._names, self._seen, now, strict=True) if was != found)
-
-
-def content_digest(tensor: torch.Tensor) -> str:
-    """Hash of a leaf's bytes. Waits for the device."""
-    host = tensor.detach().contiguous().cpu().reshape(-1)
-    if not host.numel():
-        return block_digest(b"")
-    return block_digest(host.view(torch.uint8).numpy().data)
+            return []
+        return [name for name, was, found in zip(self._names, self._seen, now, strict=True) if was != found]
 
 
 class Samples:
@@ -78,8 +67,11 @@ class Samples:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLES)][: _SAMPLES + 1]
+    plain, count = tensor.detach() if tensor.requires_grad else tensor, tensor.numel()
+    step = max(1, count // _SAMPLES)
+    if plain.is_contiguous():  # one call for three: there are thousands of leaves
+        return plain.as_strided((min(_SAMPLES + 1, -(-count // step)),), (step,))
+    return plain.reshape(-1)[::step][: _SAMPLES + 1]
 
 
 Taken = dict[str, list[tuple[list[str], list[int], torch.Tensor]]]

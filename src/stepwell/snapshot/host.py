@@ -24,6 +24,7 @@ import torch
 from stepwell.events import logger
 from stepwell.faults import crash_point, slow_copy
 from stepwell.snapshot.program import Source
+from stepwell.waits import until
 
 _PIECE_BYTES = 4 << 20
 _CHECKED_BYTES = 1 << 20
@@ -32,6 +33,8 @@ _MANY, _SMALL_BYTES = 512, 64 << 10
 """With more leaves than this, small ones are copied in groups: each by itself costs more than its bytes."""
 _MAX_THREADS = 4
 _NICE = 10
+_END_SECONDS = 10.0
+"""What copies longer after the end of the run ends with the process."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ class HostWork:
         """The snapshot is lost: copy nothing more. On return no thread writes to its slot any more."""
         self.error = self.error or error
         self.help()
-        self.copied.wait()
+        until(self.copied, "the end of a copy")
 
     def _copy(self, copy: HostCopy | HostGroup) -> None:
         copy.run_and_look(self.suspects)
@@ -235,12 +238,12 @@ class Copier:
         """Finish what was submitted, then end the threads."""
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            self._thread.join(_END_SECONDS)
             self._thread = None
         for _ in self._helpers:
             self._work.put(None)
         for helper in self._helpers:
-            helper.join()
+            helper.join(_END_SECONDS)
         self._helpers = []
 
 

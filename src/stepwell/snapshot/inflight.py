@@ -1,7 +1,10 @@
 """One snapshot under way: from the trigger until its verdict is in.
 
 Owns:    the order issue -> announce -> bytes -> suspects -> sequence -> verdict, and what the gate waits for.
-Holds:   the guard looks before the optimizer may step; a snapshot that failed is void, never half there.
+Holds:   the guard looks before the optimizer may step; a snapshot that failed is void, never half there. The verdict
+         is good only after a look that no change could hide from: at the gate, or after the last byte, while the
+         training thread was between two operations. torch counts a change when it is over, so the copier, which
+         looks at any time, may only void.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,10 +19,18 @@ import torch
 
 from stepwell.arena.memory import FROZEN, Arena
 from stepwell.errors import StateError
+from stepwell.events import logger
 from stepwell.faults import crash_point
-from stepwell.snapshot.guard import Fingerprints, Guard, Taken, content_digest, digests
+from stepwell.snapshot.between import Between
+from stepwell.snapshot.completion import Completion, nothing
+from stepwell.snapshot.guard import Fingerprints, Guard, Taken, digests
 from stepwell.snapshot.host import HostWork
 from stepwell.snapshot.plan import Plan
+from stepwell.state.fingerprint import content_digest
+from stepwell.waits import LONG_SECONDS, until
+
+_LOOK_SECONDS = 1.0
+"""How often it is asked whether the training thread has ended."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class Inflight:
     copies_frozen: bool = False
     guard: Guard = field(default_factory=Guard)
     fingerprints: Fingerprints = field(default_factory=Fingerprints)
-    staged: Future[None] = field(default_factory=Future)
+    staged: Completion[None] = field(default_factory=Completion)
     host: HostWork = field(default_factory=lambda: HostWork([], lambda start: None))
     fill: Fill = field(default_factory=lambda: Fill(0, [], lambda nbytes: None))
     jobs: list[Job] = field(default_factory=list)
@@ -99,9 +109,17 @@ class Inflight:
     void: Void | None = None
     changed_frozen: list[str] = field(default_factory=list)
     is_announced: bool = False
+    patience: float = LONG_SECONDS
+    """Seconds that somebody waits for it."""
+    copied: threading.Event = field(default_factory=threading.Event)
+    """All bytes are in the slot, or it is void."""
     done: threading.Event = field(default_factory=threading.Event)
-    _looked: bool = False
+    _trainer: threading.Thread = field(default_factory=threading.current_thread)
+    _judged: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.staged.before_wait = self.hold_still
 
     @property
     def needs_host_wait(self) -> bool:
@@ -113,29 +131,46 @@ class Inflight:
         """Whether contents are compared: nothing may change before that is done."""
         return bool(self.digests or self.coded)
 
-    def look(self) -> None:
-        """Let the guard look, once: at the gate, or when the copy is done if no step came before."""
+    def look(self, *, is_last: bool = False) -> None:
+        """Let the guard look. A change voids it, no change clears it if the training thread looks after the last byte.
+
+        is_last:  nothing can change any more what is still to be copied
+        """
+        is_sure = is_last or (self.copied.is_set() and self.is_training_thread())
+        self._look(is_sure=is_sure)
+
+    def _look(self, *, is_sure: bool) -> None:
         with self._lock:
-            if self._looked:
+            if self._judged.is_set():
                 return
-            self._looked = True
             changed = self.guard.changed()
             if changed is not None:
-                self.void = Void(changed, "version guard")
+                self.void = self.void or Void(changed, "version guard")
+            if changed is not None or is_sure:
+                self._judged.set()
+
+    def is_training_thread(self) -> bool:
+        """Whether this is the thread that took it, or that one has ended."""
+        return threading.current_thread() is self._trainer or not self._trainer.is_alive()
 
     def gate(self) -> float:
         """Hold the optimizer back. Returns the seconds the host waited (device waits are on the device)."""
         if self.done.is_set():
             return 0.0
         started = time.monotonic()
+        self.wait_host()
+        self.look(is_last=True)
         if self.is_verified:
-            self.wait()
+            until(self.done, self._what, self.patience)
         else:
-            self.wait_host()
-            self.look()
             for job in self.jobs:
                 job.gate()
         return time.monotonic() - started
+
+    def hold_still(self) -> None:
+        """The training thread is about to wait for what becomes of it, and would not be there to clear it."""
+        if self.is_training_thread():
+            self.gate()
 
     def waits(self) -> list[float | None]:
         """What each device's compute stream lost to this snapshot; None where that is not known yet."""
@@ -144,18 +179,25 @@ class Inflight:
     def wait_host(self) -> None:
         """Until the leaves on the CPU are copied. The waiting thread helps."""
         self.host.help()
-        self.host.copied.wait()
+        until(self.host.copied, self._what, self.patience)
+
+    @property
+    def _what(self) -> str:
+        return f"the end of the copy of step {self.step}"
 
     def wait(self) -> None:
         """Until it is complete or void. The waiting thread helps."""
         self.host.help()
-        self.done.wait()
+        until(self.copied, self._what, self.patience)
+        self.look()
+        until(self.done, self._what, self.patience)
 
     def complete(
         self,
         announce: Callable[[dict[str, str]], None],
         copy: Callable[[HostWork], None],
         settle: Callable[[Inflight], None],
+        between: Between,
     ) -> None:
         """Runs on the copier thread: issue and finish the copies, judge, and let the agent have the snapshot."""
         try:
@@ -166,9 +208,11 @@ class Inflight:
             crash_point("trigger.announced")
             copy(self.host)
             flagged = [name for job in self.jobs for name in job.finish(self.fill.mark)]
-            self.host.copied.wait()
+            until(self.host.copied, self._what)
             crash_point("copy.done")
-            self._judge(flagged)
+            self._check(flagged)
+            self.copied.set()
+            self._judge(between)
             if self.void is None:
                 self._mark()
                 crash_point("copy.complete")
@@ -177,23 +221,41 @@ class Inflight:
             for job in self.jobs:
                 job.stop()
             self.void = Void("?", f"copy failed: {type(error).__name__}: {error}")
+        self.copied.set()
+        unsettled: Exception | None = None
         try:
             settle(self)  # before the gate opens: the next snapshot must know how this one ended
+        except Exception as error:
+            logger.exception("what became of the snapshot of step %d could not be noted", self.step)
+            unsettled = error
         finally:
             if self.void is not None:
                 self.arena.set_verdict(self.slot, self.sequence, is_good=False)  # last: the agent lets go at once
             self.done.set()
             self.samples, self.copies, self.coded, self.guard = [], [], {}, Guard()  # let go of the user's tensors
-        if self.void is None:
+        self.staged.before_wait = nothing  # a handle may be kept for long, and the arena is not to stay for it
+        if unsettled is not None:
+            self.staged.set_exception(unsettled)
+        elif self.void is None:
             self.staged.set_result(None)
         else:
             text = f"snapshot of step {self.step} is void: {self.void.leaf} ({self.void.seen_by})"
             self.staged.set_exception(StateError(text, step=self.step))
 
-    def _judge(self, flagged: list[str]) -> None:
+    def _judge(self, between: Between) -> None:
+        """Wait for the look that counts, unless a change shows already."""
+        self._look(is_sure=False)
+        if self.void is None and self._trainer is threading.main_thread():
+            between.wait(self._judged)
+            self._look(is_sure=True)
+        while self.void is None and not self._judged.wait(_LOOK_SECONDS):
+            if not self._trainer.is_alive():
+                self._look(is_sure=True)
+
+    def _check(self, flagged: list[str]) -> None:
+        """What the copies say of themselves."""
         if self.host.error is not None:
             raise self.host.error
-        self.look()
         self.changed_frozen = self.fingerprints.settle(self.samples)
         if self.changed_frozen and self.void is None:
             self.void = Void(self.changed_frozen[0], "fingerprint of a frozen leaf")

@@ -6,19 +6,23 @@ Holds:   two states with the same signature share a plan, so a snapshot costs no
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from stepwell.arena.channel import Encoded
 from stepwell.arena.memory import FROZEN, PAGE, Arena
 from stepwell.format import dtypes
 from stepwell.format.box import Box
-from stepwell.format.record import LeafEntry
+from stepwell.format.record import LeafEntry, absent_fields, absent_leaf, leaf_fields
 from stepwell.format.shard import LeafSpec, ShardLayout, lay_out
 from stepwell.state.flatten import Leaf
 from stepwell.state.roles import Role
+from stepwell.state.strides import strides_of
 
 _OPTIMIZER_ROLES = ("moment1", "moment2", "optimizer")
 Signature = tuple[tuple[object, ...], ...]
@@ -36,7 +40,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout with a number. `frozen` is None when nothing is frozen."""
+    """A layout with a number. `frozen` is None when nothing is frozen.
+
+    elsewhere, partners:  as in a record; None where there are no other ranks
+    """
 
     number: int
     signature: Signature
@@ -45,6 +52,8 @@ class Plan:
     places: dict[str, Place]
     entries: tuple[LeafEntry, ...]
     checked: frozenset[str]
+    elsewhere: tuple[LeafEntry, ...] = ()
+    partners: tuple[int, ...] | None = None
 
     @property
     def frozen_bytes(self) -> int:
@@ -59,13 +68,20 @@ class Plan:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(arena.memory, dtype=torch.uint8, count=place.nbytes, offset=start)
 
+    @cached_property
+    def leaves_text(self) -> str:
+        """All entries as JSON, as they stand in a record."""
+        return json.dumps([leaf_fields(entry) for entry in self.entries], separators=(",", ":"))
+
     def message(self) -> dict[str, Any]:
         """What the agent has to know."""
         return {
             "id": self.number,
             "nbytes": self.live.nbytes,
             "frozen_bytes": self.frozen_bytes,
-            "leaves": [asdict(entry) for entry in self.entries],
+            "leaves": Encoded(self.leaves_text),
+            "elsewhere": None if self.partners is None else [absent_fields(entry) for entry in self.elsewhere],
+            "partners": self.partners,
             "versions": {"torch": torch.__version__},
         }
 
@@ -77,19 +93,40 @@ def signature(leaves: Sequence[Leaf], roles: Sequence[Role]) -> Signature:
             leaf.name,
             leaf.dtype,
             tuple(leaf.tensor.shape),
-            str(leaf.tensor.device),
+            leaf.tensor.device,
             role.protection == "frozen",
             leaf.box,
             leaf.is_private,
+            leaf.local.stride(),
         )
         for leaf, role in zip(leaves, roles, strict=True)
     )
 
 
-def make_plan(number: int, leaves: Sequence[Leaf], roles: Sequence[Role], *, is_partial: bool = False) -> Plan:
+def absent(leaves: Sequence[Leaf]) -> tuple[LeafEntry, ...]:
+    """Leaves of which this rank stores nothing, as whole tensors."""
+    return tuple(map(_absent_leaf, leaves))
+
+
+def _absent_leaf(leaf: Leaf) -> LeafEntry:
+    shape = tuple(leaf.local.shape) if leaf.global_shape is None else leaf.global_shape
+    return absent_leaf(leaf.name, leaf.dtype, shape, str(leaf.local.device), strides_of(leaf))
+
+
+def make_plan(
+    number: int,
+    leaves: Sequence[Leaf],
+    roles: Sequence[Role],
+    *,
+    is_partial: bool = False,
+    elsewhere: tuple[LeafEntry, ...] = (),
+    partners: tuple[int, ...] | None = None,
+    known: Signature | None = None,
+) -> Plan:
     """Lay the leaves out: what is copied in place first, then what is gathered before it is copied.
 
     is_partial:  there are more leaves, which go another way
+    known:       the signature, where it is known
     """
     in_place = sorted(
         zip(leaves, roles, strict=True), key=lambda pair: pair[1].protection == "loose" or pair[0].tensor.nbytes < PAGE
@@ -120,9 +157,12 @@ def make_plan(number: int, leaves: Sequence[Leaf], roles: Sequence[Role], *, is_
                 global_shape=shape if leaf.global_shape is None else leaf.global_shape,
                 offsets=box.offsets,
                 private=leaf.is_private,
+                strides=strides_of(leaf),
             )
         )
-    return Plan(number, signature(leaves, roles), live, frozen, places, tuple(entries), _checked(entries, is_partial))
+    checked = _checked(entries, is_partial)
+    found = signature(leaves, roles) if known is None else known
+    return Plan(number, found, live, frozen, places, tuple(entries), checked, elsewhere, partners)
 
 
 def _checked(entries: Sequence[LeafEntry], is_partial: bool) -> frozenset[str]:

@@ -7,6 +7,7 @@ Holds:   the newest complete slot is not claimed while another is free; the cap 
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -18,8 +19,15 @@ from stepwell import events, journal
 from stepwell.arena.memory import FROZEN, HEADER_BYTES, PAGE, Arena, ArenaShape, available_bytes, whole_pages
 from stepwell.format.checksum import BLOCK_BYTES
 from stepwell.snapshot.plan import Plan
+from stepwell.waits import LONG_SECONDS, too_long
 
-_SLACK = 64  # a slot is this much (1/64) larger than needed, so that a slightly larger state still fits
+_LEAST_SLACK, _MOST_SLACK = 1 / 64, 1.0
+"""A slot is so much larger than needed. A state that outgrows it gets twice that the next time, as a list does."""
+_SHRUNK = 4
+_CHASED = 3
+"""Arenas in a row that the state outgrew before they held a snapshot."""
+_REST_SECONDS = 30.0
+"""From a failed attempt to have memory to the next one, unless a save was asked for."""
 _RESERVE = 16  # leave a sixteenth of what is available
 
 
@@ -58,12 +66,16 @@ class SlotPool:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_preparing = self._is_stopping = False
+        self._slack, self._slot_bytes, self._outgrown = _LEAST_SLACK, 0, 0
         self.arena: Arena | None = None
         self.slots: list[Slot] = []
         self.frozen_sequence = 0
         self.frozen_header = b""
         self.is_streaming = False
         self.reason = ""
+        self.refused = ""
+        """Why there is no memory at all, not even to stream; empty if there is, or it was not tried yet."""
+        self._rests_until = 0.0
 
     def fits(self, plan: Plan) -> bool:
         """Whether the present arena can hold snapshots of this plan.
@@ -81,6 +93,7 @@ class SlotPool:
 
     def prepare(self, plan: Plan, generation: int, on_ready: Callable[[Arena], None]) -> None:
         """Allocate, fault in and page-lock in the background; `on_ready` is called from there."""
+        self._note_growth(plan)
         old, self.arena, self.slots = self.arena, None, []
         self._is_preparing = True
 
@@ -89,8 +102,14 @@ class SlotPool:
             try:
                 arena = make()
             except Exception as error:  # told, and tried again at the next trigger; nobody may wait for ever
-                events.logger.error("no arena for snapshots: %s: %s", type(error).__name__, error)
+                self.refused = f"no arena for snapshots: {type(error).__name__}: {error}"
+                events.logger.error("%s", self.refused)
             with self._changed:
+                if arena is not None:
+                    self.refused, self._rests_until = "", 0.0
+                else:
+                    self.refused = self.refused or "there is no memory for snapshots"
+                    self._rests_until = time.monotonic() + _REST_SECONDS
                 self.arena = arena
                 self.slots = [Slot(i) for i in range(arena.shape.slots)] if arena is not None else []
                 self.frozen_sequence, self.frozen_header = 0, b""
@@ -130,25 +149,39 @@ class SlotPool:
         self._thread = threading.Thread(target=work, daemon=True, name="stepwell-arena")
         self._thread.start()
 
+    def _note_growth(self, plan: Plan) -> None:
+        if self._slot_bytes and plan.live.nbytes > self._slot_bytes:
+            self._slack = min(_MOST_SLACK, 2 * self._slack)
+            self._outgrown += 1
+        elif _SHRUNK * plan.live.nbytes < self._slot_bytes:
+            self._slack = _LEAST_SLACK
+
+    @property
+    def is_chased(self) -> bool:
+        """Whether the state outgrows arenas before they are ready: who does not wait for one never has a snapshot."""
+        return self._outgrown >= _CHASED
+
     def _allocate(self, plan: Plan, generation: int) -> Arena | None:
         """As many slots as there is room for; a two-chunk ring for streaming if not even one fits."""
         need = whole_pages(plan.live.nbytes + self._spare_bytes)
-        slot_bytes, frozen = need + whole_pages(need // _SLACK), whole_pages(plan.frozen_bytes)
+        sizes = [need + whole_pages(int(need * slack)) for slack in sorted({self._slack, _LEAST_SLACK}, reverse=True)]
+        frozen = whole_pages(plan.frozen_bytes)
         room = available_bytes()
         room -= room // _RESERVE
         limit = room if self._cap_bytes is None else min(room, self._cap_bytes)
         why = "host_memory" if self._cap_bytes is not None and self._cap_bytes <= room else "free host memory"
         self.is_streaming = False
-        tries = [(slots, size) for slots in range(self._wanted, 1, -1) for size in (slot_bytes, need)]
+        tries = [(slots, size) for slots in range(self._wanted, 1, -1) for size in (*sizes, need)]
         for slots, size in (*tries, (1, need)):
             shape = ArenaShape(generation, slots, size, frozen)
             if shape.nbytes <= limit:
                 full = slots == self._wanted
                 self.reason = "" if full else f"{why} of {limit} bytes has room for {_count(slots)} only"
+                self._slot_bytes = size
                 try:
                     return Arena.allocate(shape)
                 except OSError as error:
-                    why = f"the kernel refused {shape.nbytes} bytes ({error.strerror}), and {why}"
+                    why = f"the kernel refused {shape.nbytes} bytes ({_reason(error)}), and {why}"
         self.is_streaming = True
         self.reason = (
             f"{why} of {limit} bytes has no room for a snapshot of {need + frozen}: saves are streamed, blocking"
@@ -156,7 +189,8 @@ class SlotPool:
         chunk = max(PAGE, min(BLOCK_BYTES, (limit - HEADER_BYTES) // 2 // PAGE * PAGE))
         try:
             return Arena.allocate(ArenaShape(generation, 2, chunk, 0))
-        except OSError:
+        except OSError as error:
+            self.refused = f"there is no memory for snapshots, not even for a streamed one ({_reason(error)}): {why}"
             return None
 
     @property
@@ -169,18 +203,29 @@ class SlotPool:
         """Whether the preparation thread is at work."""
         return self._is_preparing
 
-    def wait_prepared(self) -> bool:
+    @property
+    def is_resting(self) -> bool:
+        """There was no memory a moment ago."""
+        return self.arena is None and time.monotonic() < self._rests_until
+
+    def try_again(self) -> None:
+        """A save was asked for: there may be memory now."""
+        self._rests_until = 0.0
+
+    def wait_prepared(self, seconds: float = LONG_SECONDS) -> bool:
         """Block until the preparation is over. False if it came to nothing: not even a few megabytes were free."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_preparing)
+            if not self._changed.wait_for(lambda: not self._is_preparing, seconds):
+                raise too_long("memory for snapshots", seconds)
             return self.arena is not None
 
-    def claim(self, sequence: int, *, is_read: bool, block: bool) -> Slot | None:
-        """A slot that may be overwritten, the oldest first; None if all are busy and `block` is false.
+    def claim(self, sequence: int, *, is_read: bool, seconds: float = 0.0) -> Slot | None:
+        """A slot that may be overwritten, the oldest first; None if all are busy for so long.
 
         What only stays in memory may be overwritten once a newer snapshot is complete: the agent never reads it
         while this process lives.
         """
+        deadline = time.monotonic() + seconds
         with self._changed:
             while True:
                 newest = max((slot.newest for slot in self.slots if slot.is_over), default=0)
@@ -193,13 +238,14 @@ class SlotPool:
                     key=lambda slot: slot.newest,
                 )
                 if free:
-                    slot = free[0]
+                    slot, self._outgrown = free[0], 0
                     slot.sequence = slot.newest = sequence
                     slot.is_read, slot.is_over = is_read, False
                     return slot
-                if not block:
+                left = deadline - time.monotonic()
+                if left <= 0:
                     return None
-                self._changed.wait(0.2)
+                self._changed.wait(min(0.2, left))
 
     def complete(self, sequence: int) -> None:
         """All bytes and the verdict of a snapshot are in."""
@@ -241,15 +287,21 @@ class SlotPool:
         """How many slots are in use."""
         return sum(1 for slot in self.slots if slot.sequence)
 
-    def stop(self) -> None:
-        """No arena is needed any more: let one that is being made ready come to nothing, and wait for that."""
+    def stop(self, seconds: float = LONG_SECONDS) -> bool:
+        """No arena is needed any more: let one that is being made ready come to nothing, and wait for that. False if
+        that takes longer.
+        """
         self._is_stopping = True
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
+            return not self._thread.is_alive()
+        return True
 
-    def close(self) -> None:
+    def close(self, seconds: float = LONG_SECONDS) -> None:
         """Give the memory back."""
-        self.stop()
+        if not self.stop(seconds):
+            events.logger.warning("memory for snapshots is still being made ready, and stays until this process ends")
+            return
         if self.arena is not None:
             self._drop(self.arena)
             self.arena = None
@@ -272,3 +324,8 @@ def _fault_in(arena: Arena) -> None:
 
 def _count(slots: int) -> str:
     return "one slot" if slots == 1 else f"{slots} slots"
+
+
+def _reason(error: OSError) -> str:
+    """Memory is a file that has no name: a limit on the size of files holds for it too."""
+    return f"{error.strerror}: `ulimit -f`" if error.errno == errno.EFBIG else str(error.strerror)

@@ -41,7 +41,7 @@ class Answers:
     def clear(self) -> None:
         """Forget what was said about earlier saves."""
         while not self._messages.empty():
-            self._messages.get()
+            self._messages.get_nowait()
 
     def wait(self, sequence: int) -> str:
         """Block for the next word about this save: its kind, or `silent` if none comes."""

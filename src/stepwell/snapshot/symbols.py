@@ -28,9 +28,11 @@ from stepwell.codecs.coder import Given
 from stepwell.codecs.layout import Deltas, Leaf, Part, arrange
 from stepwell.errors import RoomError
 from stepwell.snapshot.arrange import Arrangement, Arranger
-from stepwell.snapshot.guard import Live, content_digest
+from stepwell.snapshot.guard import Live
 from stepwell.snapshot.plan import Plan
+from stepwell.state.fingerprint import content_digest
 from stepwell.state.flatten import Flat
+from stepwell.waits import until
 
 SPARE_BYTES: Final = 1 << 20
 """What a slot has to have beyond the state: tables and facts of a record, each on pages of their own."""
@@ -313,7 +315,7 @@ class SymbolsJob:
 
     def gate(self) -> None:
         """Let the compute stream wait for the passes, on the device."""
-        self.issued.wait()
+        until(self.issued, "the start of coding on the device")
         if self.ready is None or self.waits:
             return
         stream = torch.cuda.current_stream(self.record.coded.device)

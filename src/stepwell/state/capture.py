@@ -7,15 +7,16 @@ Holds:   the answer is the one of `flatten`: a module or optimizer whose tensors
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from stepwell.state.distributed import is_distributed
+from stepwell.state.distributed import is_distributed, only_shards
 from stepwell.state.flatten import Collector, Flat, Leaf
-from stepwell.state.roles import Owners, assign_roles
+from stepwell.state.roles import Owners, Role, assign_roles
 from stepwell.state.tracked import Tracked
 
 _PLAIN = (torch.Tensor, int, float, bool, str, type(None))
@@ -49,13 +50,12 @@ class Capture:
         if own is not None:
             trees["stepwell"] = collector.encode(own, ("stepwell",))
         if len(memory.trees) < sum(item.module is not None or item.optimizer is not None for item in self._tracked):
-            return Flat(trees, collector.leaves)
-        return Flat(trees, collector.leaves, memory, len(memory.collector.leaves))
+            return Flat(trees, collector.leaves, texts=memory.texts)
+        return Flat(trees, collector.leaves, memory, len(memory.collector.leaves), texts=memory.texts)
 
-    def find_still(self, leaves: Sequence[Leaf]) -> set[str]:
-        """Names of leaves that nobody changes, as far as one can see."""
-        roles = assign_roles(leaves, Owners(self._tracked), ())
-        return {leaf.name for leaf, role in zip(leaves, roles, strict=True) if role.protection == "frozen"}
+    def find_roles(self, leaves: Sequence[Leaf]) -> list[Role]:
+        """Of each leaf whether anybody changes it, and when, as far as one can see."""
+        return assign_roles(leaves, Owners(self._tracked), ())
 
 
 class _Memory:
@@ -64,6 +64,7 @@ class _Memory:
     def __init__(self, tracked: Sequence[Tracked]) -> None:
         self.collector = Collector()
         self.trees: dict[str, Any] = {}
+        self._texts: dict[int, str] | None = None
         self._modules = [item.module for item in tracked if item.module is not None and _is_plain_module(item.module)]
         self._optimizers = [
             item.optimizer for item in tracked if item.optimizer is not None and _is_plain_optimizer(item.optimizer)
@@ -78,8 +79,17 @@ class _Memory:
         self._objects = self._see()[1]  # held: an object that is gone could give its identity to another one
         self._ids = list(map(id, self._objects))
         self._names = self._see()[0]
-        self._tensors = list({id(value): value for value in self._objects if isinstance(value, torch.Tensor)}.values())
+        tensors = list({id(value): value for value in self._objects if isinstance(value, torch.Tensor)}.values())
+        self._plain = [tensor for tensor in tensors if not is_distributed(tensor)]
+        self._distributed: list[Any] = [tensor for tensor in tensors if is_distributed(tensor)]
         self._places = self._place()
+
+    def texts(self) -> dict[int, str]:
+        """JSON of the trees, by their identity. Made at the first save."""
+        if self._texts is None:
+            dumped = {id(tree): json.dumps(tree, separators=(",", ":")) for tree in self.trees.values()}
+            self._texts = dumped
+        return self._texts
 
     @property
     def is_live(self) -> bool:
@@ -94,11 +104,14 @@ class _Memory:
 
     def _place(self) -> tuple[list[Any], ...]:
         """Where and how each tensor lies: `.data = ...` changes that and leaves the object alone."""
+        tensors: list[torch.Tensor] = self._plain + [tensor._local_tensor for tensor in self._distributed]
         return (
-            [tensor.data_ptr() for tensor in self._tensors],
-            [tensor.shape for tensor in self._tensors],
-            [None if tensor.is_contiguous() else tensor.stride() for tensor in self._tensors],
-            [tensor.requires_grad for tensor in self._tensors],
+            [tensor.data_ptr() for tensor in tensors],
+            [tensor.shape for tensor in tensors],
+            [None if tensor.is_contiguous() else tensor.stride() for tensor in tensors],
+            [tensor.requires_grad for tensor in self._plain],
+            [tensor.requires_grad for tensor in self._distributed],
+            [tensor._spec for tensor in self._distributed],
         )
 
     def _see(self) -> tuple[list[Any], list[Any]]:
@@ -108,10 +121,9 @@ class _Memory:
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
         names: list[Any] = [name for mapping in (*own, *children, *states) for name in mapping]
         names += map(len, (*own, *children, *states, *groups))
-        names += [
-            bool(part._state_dict_hooks or part._state_dict_pre_hooks) or "state_dict" in vars(part)
-            for part in self._parts
-        ]
+        hooks = [hooks for part in self._parts for hooks in (part._state_dict_hooks, part._state_dict_pre_hooks)]
+        names += [number for mapping in hooks for number in mapping]
+        names += ["state_dict" in vars(part) for part in self._parts]
         objects = [value for mapping in (*own, *children, *states) for value in mapping.values()]
         objects += [parameter for parameters in groups for parameter in parameters]
         objects += [parameter for optimizer in self._optimizers for parameter in optimizer.state]
@@ -133,9 +145,9 @@ def _is_plain_module(module: nn.Module) -> bool:
     return all(
         _is_inherited(part, nn.Module, ("state_dict", "_save_to_state_dict", "get_extra_state"))
         and not part._state_dict_hooks
-        and not part._state_dict_pre_hooks
+        and all(map(only_shards, part._state_dict_pre_hooks.values()))
         for part in module.modules()
-    ) and not any(map(is_distributed, (*module.parameters(), *module.buffers())))
+    )
 
 
 def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
@@ -143,7 +155,6 @@ def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     return (
         _is_inherited(optimizer, torch.optim.Optimizer, ("state_dict",))
         and not any(hooks)
-        and not any(is_distributed(parameter) for group in optimizer.param_groups for parameter in group["params"])
         and all(
             isinstance(state, dict) and all(isinstance(value, _PLAIN) for value in state.values())
             for state in optimizer.state.values()

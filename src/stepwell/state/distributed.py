@@ -7,13 +7,16 @@ Holds:   torch.distributed is never imported here: who has such a tensor has imp
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from stepwell.errors import StateError
 from stepwell.format.box import Box
 from stepwell.format.checksum import block_digest
+
+_SHARDING_HOOK: Final = "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"
 
 
 class Part(NamedTuple):
@@ -36,6 +39,17 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def only_shards(hook: Any) -> bool:
+    """Whether a hook before `state_dict` is the one of FSDP2: it puts the shards in the place of whole parameters.
+
+    Whole parameters are other objects, so who looks at the objects sees whether that is needed.
+    """
+    return (
+        getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.")
+        and getattr(hook, "__qualname__", "") == _SHARDING_HOOK
+    )
+
+
 def part_of(value: Any, label: str) -> Part:
     """Which part of a DTensor is here. Raises StateError for one that is no part of anything, with `label` in it."""
     if any(placement.is_partial() for placement in value.placements):
@@ -51,9 +65,22 @@ def part_of(value: Any, label: str) -> Part:
     return Part(local, shape, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
 
 
+_mesh_digests: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
 def mesh_of(value: Any) -> str:
     """The ranks a DTensor lies on, as a digest."""
-    return block_digest(str(value.device_mesh.mesh.tolist()).encode())
+    mesh = value.device_mesh
+    if mesh not in _mesh_digests:  # thousands of leaves lie on a few meshes of thousands of ranks
+        _mesh_digests[mesh] = block_digest(str(mesh.mesh.tolist()).encode())
+    return _mesh_digests[mesh]
+
+
+def is_only_here(value: Any, ranks: int) -> bool:
+    """Whether no other of so many ranks can hold the same part of a DTensor: all of them are on its mesh, and each
+    place there has another part. Of an empty part there may be several.
+    """
+    return value.device_mesh.size() == ranks and all(placement.is_shard() for placement in value.placements)
 
 
 def like(value: Any, local: torch.Tensor) -> torch.Tensor:

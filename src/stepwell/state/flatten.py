@@ -9,14 +9,17 @@ Holds:   tensors that share memory, type, shape and strides are one leaf and com
 from __future__ import annotations
 
 import base64
+import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from typing import Any
 from urllib.parse import quote
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from stepwell.errors import DamagedError, StateError
 from stepwell.format import dtypes, tree
@@ -25,8 +28,12 @@ from stepwell.state.distributed import Part, is_distributed, part_of
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _SAFE_IN_NAMES = "._-+~ ()[],:@"
+_MOST_QUOTED = 1 << 14
+"""Parts of names that are remembered: quoting one takes as long as all else that is done for a leaf."""
 _CANNOT_COPY = {getattr(torch, name) for name in dtypes.SUB_BYTE if hasattr(torch, name)}
 """Types that torch can hold but has no copy for."""
+_TEXT_DEPTH = 2
+"""How deep the parts lie that stay: a module, or the `state` of an optimizer."""
 _ARRAY_TYPE = re.compile(r"[<>|][a-zA-Z]\d*(\[[0-9a-zA-Z]+\])?")
 """How numpy writes an element type without fields or objects: `<f8`, `|b1`, `<M8[ns]`."""
 
@@ -62,7 +69,7 @@ class Leaf:
 
 
 Copy = tuple[str, str, torch.Tensor]
-"""A tensor of which other ranks have copies: which ranks (`0,1,2`), its name, and what is here."""
+"""A tensor of which other ranks have copies: which ranks (`0-2`), its name, and what is here."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,9 @@ class Flat:
     """A state taken apart: typed JSON whose `$tensor` entries name the leaves.
 
     Two states with the same `fixed` begin with the same `fixed_count` leaves: the same tensors, in the same places;
-    of these `fixed_copies` are held by other ranks too, and of the others `copies`.
+    of these `fixed_copies` are held by other ranks too, and of the others `copies`. `fixed_elsewhere` and `elsewhere`
+    are leaves of which other ranks store everything, and `partners` all ranks that store something of what is here;
+    None: there are no other ranks.
     """
 
     tree: Any
@@ -79,8 +88,27 @@ class Flat:
     fixed_count: int = 0
     fixed_copies: list[Copy] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    fixed_elsewhere: list[Leaf] = field(default_factory=list)
+    elsewhere: list[Leaf] = field(default_factory=list)
+    partners: tuple[int, ...] | None = None
+    texts: Callable[[], Mapping[int, str]] = dict
+    """JSON of parts of the tree that stay, by their identity."""
+
+    def text(self) -> str:
+        """The tree as JSON. What stays is not written again."""
+        return _text(self.tree, self.texts(), _TEXT_DEPTH)
 
 
+def _text(tree: Any, known: Mapping[int, str], depth: int) -> str:
+    if id(tree) in known:
+        return known[id(tree)]
+    if depth and isinstance(tree, dict):
+        pairs = (f"{json.dumps(key)}:{_text(value, known, depth - 1)}" for key, value in tree.items())
+        return "{" + ",".join(pairs) + "}"
+    return json.dumps(tree, separators=(",", ":"))
+
+
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
@@ -88,11 +116,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def leaf_name(path: tree.Path) -> str:
     """How a leaf is named after its place in the tree."""
-    return "/".join(quote(part, safe=_SAFE_IN_NAMES, errors="surrogatepass") for part in path)
+    return "/".join(map(_quoted, path))
+
+
+@lru_cache(maxsize=_MOST_QUOTED)
+def _quoted(part: str) -> str:
+    return quote(part, safe=_SAFE_IN_NAMES, errors="surrogatepass")
 
 
 def flatten(state: dict[str, Any]) -> Flat:
-    """Take a state apart. Copies nothing but numpy arrays that are not contiguous. Raises StateError."""
+    """Take a state apart. Copies nothing but numpy arrays that torch cannot look into. Raises StateError."""
     collector = Collector()
     return Flat({name: collector.encode(value, (name,)) for name, value in state.items()}, collector.leaves)
 
@@ -154,9 +187,11 @@ class Collector:
 
     def _array(self, numpy: Any, value: Any, path: tree.Path) -> Any:
         _check_array_type(numpy, value, path)
-        flat = numpy.ascontiguousarray(value)
+        # One that lies otherwise than row by row comes back so: sums over it have other bits.
+        is_woven = value.ndim > 1 and all(step >= 0 and not step % value.itemsize for step in value.strides)
+        flat = value if is_woven else numpy.ascontiguousarray(value)
         if value.dtype.isnative and value.dtype.name in dtypes.NATIVE:
-            tensor = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+            tensor = torch.from_numpy(flat if flat.flags.writeable else flat.copy(order="K"))
         else:
             tensor = torch.frombuffer(bytearray(flat.tobytes()), dtype=torch.uint8) if flat.nbytes else torch.empty(0)
         name = self._add(tensor, path)
@@ -200,6 +235,12 @@ def _reference(name: str, value: torch.Tensor) -> Any:
 
 def _check_plain(value: torch.Tensor, path: tree.Path) -> None:
     reason = None
+    if is_lazy(value):
+        raise StateError(
+            f"{tree.show(path)}: a lazy parameter without a shape cannot be stored; run one forward pass first",
+            path=tree.show(path),
+            found="lazy",
+        )
     if type(value) not in _PLAIN_TYPES:
         reason = f"a tensor of type {type(value).__module__}.{type(value).__qualname__}"
     elif value.layout is not torch.strided:
@@ -272,7 +313,11 @@ class _Builder:
         name, text, shape = payload["leaf"], payload["dtype"], tuple(payload["shape"])
         key = (name, text, shape)
         if key not in self._given:
-            data = self._leaf(name).detach().cpu().contiguous().reshape(-1)
+            tensor = self._leaf(name).detach().cpu()
+            if not tensor.is_contiguous() and tuple(tensor.shape) == shape:
+                self._given[key] = tensor.numpy().view(_numpy_dtype(text))
+                return self._given[key]
+            data = tensor.contiguous().reshape(-1)
             raw = data.view(torch.uint8).numpy() if data.numel() else data.numpy().view("uint8")
             self._given[key] = raw.view(_numpy_dtype(text)).reshape(shape)
         return self._given[key]

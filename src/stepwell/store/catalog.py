@@ -7,6 +7,7 @@ Not:     choosing one (restore.plan), checking shard bytes (restore.read).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from stepwell.errors import DamagedError
 from stepwell.format.checksum import document_digest
@@ -14,12 +15,15 @@ from stepwell.format.manifest import Manifest, Void
 from stepwell.format.record import Record
 from stepwell.store import files
 from stepwell.store.lineage import History, read_history
-from stepwell.store.objects import Location
+from stepwell.store.objects import Facts, Location, ObjectPath
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
 _MAX_MANIFEST_BYTES = 16 << 20
+LOOKED_AT: Final = 2
+"""Good checkpoints that retention never removes."""
 _MAX_VOID_BYTES = 64 << 10
+_MOST_SCANS: Final = 20
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,39 @@ class Entry:
 
 
 def scan(paths: RunPaths) -> list[Entry]:
-    """All checkpoint directories, newest step first. Stray names are ignored."""
-    history = read_history(paths)
-    entries = []
-    for name in files.list_names(paths.root, follow=True):
-        id = CheckpointId.parse(name)
-        if id is not None and files.is_directory(paths.root / name):
+    """All checkpoint directories, newest step first. Stray names are ignored.
+
+    With `paths.known` the newest good ones, for which others may go, are looked at each time; of the others, what was
+    read before holds.
+    """
+    history, known = read_history(paths), paths.known
+    names = files.list_names(paths.root, follow=True)
+    ids = sorted((id for id in map(CheckpointId.parse, names) if id is not None), reverse=True)
+    entries: list[Entry] = []
+    good = 0
+    for id in ids:
+        manifest = None if known is None or good < LOOKED_AT else known.manifest(id)
+        if manifest is not None:
+            entries.append(
+                Entry(id, paths.checkpoint(id), manifest, None, history.is_live(id), history.why_not_live(id))
+            )
+        elif files.is_directory(paths.checkpoint(id)):
             entries.append(judge(paths, id, history))
-    return sorted(entries, key=lambda entry: entry.id, reverse=True)
+            found = entries[-1]
+            good += found.is_live and found.manifest is not None and found.manifest.suspect is None
+    if known is not None:
+        known.keep_only(set(ids))
+    return entries
+
+
+def scan_again(paths: RunPaths) -> list[Entry]:
+    """As `scan`. A live run may remove all that was listed before it was looked at: then it is listed again."""
+    entries: list[Entry] = []
+    for _ in range(_MOST_SCANS):
+        names, entries = files.list_names(paths.root, follow=True), scan(paths)
+        if any(entry.is_committed for entry in entries) or names == files.list_names(paths.root, follow=True):
+            break
+    return entries
 
 
 def judge(paths: RunPaths, id: CheckpointId, history: History) -> Entry:
@@ -67,7 +96,23 @@ def judge(paths: RunPaths, id: CheckpointId, history: History) -> Entry:
     try:
         return Entry(id, path, read_manifest(paths, id), None, is_live, why_not)
     except DamagedError as error:
-        return Entry(id, path, None, str(error), is_live, why_not)
+        is_there = files.exists(paths.manifest(id))  # else whoever removes it was faster
+        return Entry(id, path, None, str(error) if is_there else None, is_live, why_not)
+
+
+def directory_facts(path: Location) -> Facts:
+    """Size of the files in a directory, and when it changed last. Raises FileNotFoundError."""
+    inside = files.list_facts(path).values()
+    if isinstance(path, ObjectPath):
+        if not inside:
+            raise FileNotFoundError(f"{path}: nothing is there")
+        changed = max(found.modified for found in inside)
+    else:
+        own = files.facts(path)
+        if own is None:
+            raise FileNotFoundError(f"{path}: nothing is there")
+        changed = own.modified
+    return Facts(sum(found.nbytes for found in inside), changed)
 
 
 def _read_void(paths: RunPaths, id: CheckpointId) -> str | None:
@@ -89,6 +134,8 @@ def read_manifest(paths: RunPaths, id: CheckpointId) -> Manifest:
     manifest = Manifest.load(files.get(path, limit=_MAX_MANIFEST_BYTES), path=str(path))
     if manifest.id != id:
         raise DamagedError(f"{path}: speaks of {manifest.id}, lies in {id}", path=str(path), expected=str(id))
+    if paths.known is not None:
+        paths.known.note_manifest(manifest)
     return manifest
 
 

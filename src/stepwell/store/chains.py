@@ -67,8 +67,9 @@ def remove_chain(root: Location, base: CheckpointId) -> None:
     if isinstance(path, ObjectPath) or not files.is_directory(path):
         return
     crash_point("chain.prune")
-    files.remove(path / _DOCUMENT)
-    files.sync_directory(path)
-    for name in files.list_names(path):
-        files.remove(path / name)
-    files.remove_directory(path)
+    with files.unless_gone(path):
+        files.remove(path / _DOCUMENT)
+        files.sync_directory(path)
+        for name in files.list_names(path):
+            files.remove(path / name)
+        files.remove_directory(path)

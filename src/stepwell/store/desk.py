@@ -13,12 +13,20 @@ import re
 from pathlib import Path
 from typing import Final
 
+from stepwell.eventfile import parts_of
+from stepwell.private import make_private
 from stepwell.store import files, objects
 from stepwell.store.objects import Facts, ObjectPath
 from stepwell.store.paths import RunPaths
 
-_NAMES: Final = re.compile(r"(progress|events)(\.rank-\d{5,})?(\.jsonl)?|history\.json", re.ASCII)
+_NAMES: Final = re.compile(r"(progress|events)(\.rank-\d{5,})?((\.kept|\.old)?\.jsonl)?|history\.json", re.ASCII)
 _MAX_BYTES: Final = 1 << 30
+
+
+def lay(paths: RunPaths) -> None:
+    """Make the place for it, which is this user's alone; that of a run in a directory is there. Raises ConfigError."""
+    if isinstance(paths.root, ObjectPath):
+        make_private(paths.desk, advice="let STEPWELL_DESK name a directory that only you can write to")
 
 
 def fetch(paths: RunPaths, *, since: float = 0.0, is_reader: bool = False) -> None:
@@ -29,7 +37,7 @@ def fetch(paths: RunPaths, *, since: float = 0.0, is_reader: bool = False) -> No
     """
     if not isinstance(paths.root, ObjectPath):
         return
-    paths.desk.mkdir(parents=True, exist_ok=True)
+    lay(paths)
     for name in _mine(paths):
         here = files.facts(paths.desk / name)
         if here is not None and here.modified < since:
@@ -48,7 +56,8 @@ def fetch(paths: RunPaths, *, since: float = 0.0, is_reader: bool = False) -> No
 def publish(paths: RunPaths, seen: dict[str, Facts], *, is_last: bool = False) -> None:
     """Copy to the bucket what this rank changed since the last time, which `seen` remembers. Never raises.
 
-    Events only grow, and an object cannot: they are sent again when they are an eighth more, and at the end.
+    Events only grow, and an object cannot: they are sent again when they are an eighth more, when another file has
+    their name, and at the end.
     """
     if not isinstance(paths.root, ObjectPath):
         return
@@ -58,12 +67,13 @@ def publish(paths: RunPaths, seen: dict[str, Facts], *, is_last: bool = False) -
             found, last = files.facts(path), seen.get(name)
             if found is None or found == last:
                 continue
-            if last is not None and path == paths.events and not is_last and found.nbytes < last.nbytes * 9 // 8:
+            is_same = last is not None and last.identity == found.identity and path == paths.events
+            if last is not None and is_same and not is_last and found.nbytes < last.nbytes * 9 // 8:
                 continue
             objects.put(paths.root / name, path.read_bytes())
             seen[name] = found
 
 
 def _mine(paths: RunPaths) -> list[str]:
-    names = [paths.progress.name, paths.events.name]
+    names = [paths.progress.name, *(path.name for path in parts_of(paths.events))]
     return names if paths.rank else [*names, paths.history.name]

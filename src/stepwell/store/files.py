@@ -10,17 +10,20 @@ What takes a `Location` works in a bucket too (`objects`), where a name is durab
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from stepwell.errors import DamagedError
+from stepwell import below
+from stepwell.errors import DamagedError, StorageError
 from stepwell.faults import crash_point, file_operation
 from stepwell.format.document import MAX_DOCUMENT_BYTES
 from stepwell.store import objects
 from stepwell.store.objects import Facts, Location, ObjectPath
+from stepwell.store.passing import intact, patiently
 
 TEMPORARY: Final = ".tmp"
 """Ending of every file that is not there yet."""
@@ -32,13 +35,23 @@ def create(path: Path, *, direct: bool = False, reuse: bool = False) -> int:
     Falls back to buffered writing where O_DIRECT is not known.
     """
     file_operation("open", path)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if reuse else os.O_TRUNC)
     if direct:
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o644)
+            return _create(path, os.O_WRONLY | os.O_DIRECT, reuse=reuse)
         except OSError:
             pass  # tmpfs of older kernels, some network and FUSE file systems
-    return os.open(path, flags, 0o644)
+    return _create(path, os.O_WRONLY, reuse=reuse)
+
+
+def _create(path: Path, flags: int, *, reuse: bool) -> int:
+    if reuse:
+        with contextlib.suppress(FileNotFoundError):
+            fd = below.open_file(path, flags)
+            found = os.fstat(fd)
+            if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid():
+                return fd
+            os.close(fd)  # somebody put another file under this name: that one is not to be overwritten
+    return below.create_file(path, flags)
 
 
 def write_at(fd: int, data: memoryview, offset: int, path: Path) -> None:
@@ -79,7 +92,7 @@ def sync_directory(path: Location) -> None:
     if isinstance(path, ObjectPath):
         return
     file_operation("fsync_dir", path)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = below.open_directory(path)
     try:
         os.fsync(fd)
     finally:
@@ -89,31 +102,58 @@ def sync_directory(path: Location) -> None:
 def rename(source: Path, target: Path) -> None:
     """Give a complete, synced file its final name."""
     file_operation("rename", target)
-    os.rename(source, target)
+    below.rename(source, target)
 
 
-def make_directory(path: Location) -> None:
+def make_directory(path: Location, *, is_synced: bool = True) -> None:
     """Create a directory and make its name durable; fine if it is there. A bucket needs none."""
     if isinstance(path, ObjectPath):
         return
     file_operation("mkdir", path)
     with contextlib.suppress(FileExistsError):
-        os.mkdir(path)
-    sync_directory(path.parent)  # even if it was there: whoever made it may have died, or failed, before this line
+        below.mkdir(path)
+    if is_synced:  # even if it was there: whoever made it may have died, or failed, before this line
+        sync_directory(path.parent)
 
 
 def exists(path: Location) -> bool:
     """Whether a name is there, whatever it is. Raises StorageError."""
     if isinstance(path, ObjectPath):
         return facts(path) is not None
-    return os.path.lexists(path)
+    try:
+        patiently(path, lambda: below.lstat(path))
+    except StorageError:
+        raise
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def appeared(directory: Location, name: str) -> bool:
+    """Whether a name is in a directory now. It is opened first: a network file system then looks anew."""
+    if isinstance(directory, ObjectPath):
+        return exists(directory / name)
+    try:
+        fd = below.open_directory(directory, follow=False)
+    except FileNotFoundError:
+        return False
+    try:
+        os.stat(name, dir_fd=fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def is_directory(path: Location) -> bool:
     """Whether it is a directory and no link to one; in a bucket whether something lies below it."""
     if isinstance(path, ObjectPath):
         return objects.is_directory(path)
-    return path.is_dir() and not path.is_symlink()
+    try:
+        return stat.S_ISDIR(patiently(path, lambda: below.lstat(path)).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def facts(path: Location) -> Facts | None:
@@ -121,7 +161,7 @@ def facts(path: Location) -> Facts | None:
     try:
         if isinstance(path, ObjectPath):
             return objects.facts(path)
-        found = os.lstat(path)
+        found = patiently(path, lambda: below.lstat(path))
     except FileNotFoundError:
         return None
     return Facts(found.st_size, found.st_mtime, f"{found.st_dev}.{found.st_ino}")
@@ -131,34 +171,34 @@ def list_facts(path: Location) -> dict[str, Facts]:
     """Size and time of the files in a directory; none if it is not there."""
     if isinstance(path, ObjectPath):
         return {name: found for name, found in objects.list_facts(path).items() if found is not None}
-    with contextlib.suppress(FileNotFoundError), os.scandir(path) as items:
-        stats = {item.name: item.stat(follow_symlinks=False) for item in items}
-        return {name: Facts(s.st_size, s.st_mtime) for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
-    return {}
-
-
-def directory_facts(path: Location) -> Facts:
-    """Size of the files in a directory, and when it changed last. Raises FileNotFoundError."""
-    inside = list_facts(path).values()
-    if isinstance(path, ObjectPath):
-        if not inside:
-            raise FileNotFoundError(f"{path}: nothing is there")
-        changed = max(found.modified for found in inside)
-    else:
-        changed = os.lstat(path).st_mtime
-    return Facts(sum(found.nbytes for found in inside), changed)
+    try:
+        fd = patiently(path, lambda: below.open_directory(path))
+    except (FileNotFoundError, NotADirectoryError):  # a link in the place of a checkpoint is none
+        return {}
+    stats = {}
+    try:
+        with os.scandir(fd) as items:
+            for item in items:
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    stats[item.name] = item.stat(follow_symlinks=False)
+    finally:
+        os.close(fd)
+    return {name: Facts(s.st_size, s.st_mtime) for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
 
 
 def list_names(path: Location, *, follow: bool = False) -> list[str]:
     """Names in a directory, sorted; none if it is not there. A file, or a link without `follow`, is damage."""
     if isinstance(path, ObjectPath):
         return sorted(objects.list_facts(path))
+
+    return intact(path, "cannot be opened as a directory", lambda: _list(path, follow=follow))
+
+
+def _list(path: Path, *, follow: bool) -> list[str]:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+        fd = below.open_directory(path, follow=follow)
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise DamagedError(f"{path}: cannot be opened as a directory: {error.strerror}", path=str(path)) from error
     try:
         return sorted(os.listdir(fd))
     finally:
@@ -170,8 +210,13 @@ def remove(path: Location) -> None:
     if isinstance(path, ObjectPath):
         return objects.remove(path)
     file_operation("unlink", path)
-    path.unlink(missing_ok=True)
+    below.unlink(path, missing_ok=True)
     return None
+
+
+def discard(path: Path) -> None:
+    """Remove a temporary file, if it is there."""
+    below.unlink(path, missing_ok=True)
 
 
 def remove_directory(path: Location) -> None:
@@ -179,13 +224,23 @@ def remove_directory(path: Location) -> None:
     if isinstance(path, ObjectPath):
         return
     file_operation("rmdir", path)
-    path.rmdir()
+    below.rmdir(path)
+
+
+@contextlib.contextmanager
+def unless_gone(path: Location) -> Iterator[None]:
+    """Remove a directory in here: one that another process has removed meanwhile is no error."""
+    try:
+        yield
+    except FileNotFoundError:
+        if exists(path):
+            raise
 
 
 def link(source: Path, path: Path) -> None:
     """Give a file a second name. Raises FileExistsError if that is taken."""
     file_operation("link", path)
-    os.link(source, path)
+    below.link(source, path)
 
 
 def share(source: Location, path: Location) -> None:
@@ -204,12 +259,7 @@ def put(path: Location, data: bytes, *, point: str) -> None:
         objects.put(path, data)
         crash_point(f"{point}.durable")
         return
-    temporary = _write_temporary(path, data)
-    try:
-        rename(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    _place(_write_temporary(path, data), path)
     crash_point(f"{point}.renamed")
     sync_directory(path.parent)
     crash_point(f"{point}.durable")
@@ -230,15 +280,23 @@ def put_new(path: Location, data: bytes, *, point: str) -> bool:
     except FileExistsError:
         is_ours = False
     except FileNotFoundError:
-        if not path.exists():
+        if not exists(path):
             raise
         is_ours = False  # the winner has swept our temporary file away
     finally:
-        temporary.unlink(missing_ok=True)
+        discard(temporary)
     if is_ours:
         crash_point(f"{point}.linked")
     sync_directory(path.parent)  # even if the name was taken: its owner may have died before this line
     return is_ours
+
+
+def put_hint(path: Location, data: bytes) -> None:
+    """Write a small file whole, replacing what was there, and sync nothing: with power it may be lost, or damaged."""
+    if isinstance(path, ObjectPath):
+        objects.put(path, data)
+    else:
+        _place(_write_temporary(path, data, is_synced=False), path)
 
 
 @contextlib.contextmanager
@@ -252,10 +310,18 @@ def written_for_now(path: Location, data: bytes) -> Iterator[None]:
     try:
         yield
     finally:
-        temporary.unlink(missing_ok=True)
+        discard(temporary)
 
 
-def _write_temporary(path: Path, data: bytes) -> Path:
+def _place(temporary: Path, path: Path) -> None:
+    try:
+        rename(temporary, path)
+    except OSError:
+        discard(temporary)
+        raise
+
+
+def _write_temporary(path: Path, data: bytes, *, is_synced: bool = True) -> Path:
     # Not by the process alone: those of other containers, or machines, have the same numbers, and one that begins to
     # write under this name would empty what another one has just linked.
     token = int.from_bytes(os.urandom(4), "little")
@@ -263,9 +329,10 @@ def _write_temporary(path: Path, data: bytes) -> Path:
     fd = create(temporary)
     try:
         write_at(fd, memoryview(data), 0, temporary)
-        sync(fd, temporary)
+        if is_synced:
+            sync(fd, temporary)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        discard(temporary)
         raise
     finally:
         os.close(fd)
@@ -273,19 +340,13 @@ def _write_temporary(path: Path, data: bytes) -> Path:
 
 
 def open_regular(path: Path, *, direct: bool = False) -> int:
-    """Open for reading; a link, a pipe or a directory in the place of a file is damage."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    """Open for reading; a link, a pipe or a directory in the place of a file is damage. Raises StorageError."""
     fd = -1
     if direct:
-        try:
-            fd = os.open(path, flags | os.O_DIRECT)
-        except OSError:
-            fd = -1
-    try:
-        if fd < 0:
-            fd = os.open(path, flags)
-    except OSError as error:
-        raise DamagedError(f"{path}: cannot be opened: {error.strerror}", path=str(path)) from error
+        with contextlib.suppress(OSError):
+            fd = below.open_file(path, os.O_RDONLY | os.O_DIRECT)
+    if fd < 0:
+        fd = intact(path, "cannot be opened", lambda: below.open_file(path, os.O_RDONLY))
     if not _is_regular(fd):
         os.close(fd)
         raise DamagedError(f"{path}: not a regular file", path=str(path))
@@ -299,10 +360,15 @@ def _is_regular(fd: int) -> bool:
 def get(path: Location, *, limit: int = MAX_DOCUMENT_BYTES, is_constant: bool = False) -> bytes:
     """Read a small regular file whole. Larger than `limit` is damage, found before it is read.
 
-    `is_constant`: it never changes once it is there, so that a bucket is asked for it once.
+    `is_constant`: it never changes once it is there, so that a bucket is asked for it once. Raises StorageError for
+    what says nothing about its bytes.
     """
     if isinstance(path, ObjectPath):
         return _get_object(path, limit, is_constant=is_constant)
+    return intact(path, "cannot be read", lambda: _read_whole(path, limit))
+
+
+def _read_whole(path: Path, limit: int) -> bytes:
     fd = open_regular(path)
     try:
         nbytes = os.fstat(fd).st_size
@@ -310,10 +376,10 @@ def get(path: Location, *, limit: int = MAX_DOCUMENT_BYTES, is_constant: bool = 
             raise DamagedError(
                 f"{path}: {nbytes} bytes, more than {limit}", path=str(path), expected=limit, found=nbytes
             )
-        with os.fdopen(os.dup(fd), "rb") as file:
-            return file.read(nbytes + 1)  # never `limit`: Python allocates what it is asked for
-    except OSError as error:
-        raise DamagedError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
+        data = b""
+        while piece := os.read(fd, nbytes + 1 - len(data)):  # never `limit`: Python allocates what it is asked for
+            data += piece
+        return data
     finally:
         os.close(fd)
 
@@ -328,10 +394,4 @@ def _get_object(path: ObjectPath, limit: int, *, is_constant: bool) -> bytes:
     return data
 
 
-def _cannot() -> frozenset[int]:
-    import errno
-
-    return frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-
-
-_CANNOT: Final = _cannot()
+_CANNOT: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})

@@ -59,7 +59,7 @@ def read_history(path: Path) -> History:
     """What the file holds; an empty history if there is none that can be read."""
     try:
         document = unseal(files.get(path, limit=_MAX_BYTES), path=str(path), kind=KIND)
-    except DamagedError:
+    except (OSError, DamagedError):
         return History()
     values: dict[str, Any] = {key: document.get(key) for key in asdict(History())}
     return History(**values) if _is_sound(values) else History()

@@ -12,17 +12,19 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Final
 
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.format.manifest import MAX_SEED, Lineage, Run
 from stepwell.store import files
 from stepwell.store.objects import Location, ObjectPath
 from stepwell.store.paths import RunPaths
-from stepwell.types import CheckpointId
+from stepwell.types import CheckpointId, Keep
 
 _MAX_LINEAGES = 1_000_000
 _MAX_BYTES = 64 << 10  # of run.json and of a lineage: both have a handful of fields
+_ENDLESS: Final = 1 << 62
 _NAME = re.compile(r"(\d{4,8})\.json", re.ASCII)
 
 
@@ -102,17 +104,29 @@ def read_lineages(paths: RunPaths) -> tuple[dict[int, Lineage], dict[int, str]]:
     found: dict[int, Lineage] = {}
     damage: dict[int, str] = {}
     for number in _numbers(paths):
-        path = paths.lineage(number)
         try:
-            lineage = Lineage.load(files.get(path, limit=_MAX_BYTES, is_constant=True), path=str(path))
+            found[number] = _read_lineage(paths, number)
         except DamagedError as error:
             damage[number] = str(error)
-            continue
-        if lineage.number != number or lineage.parent >= number:
-            damage[number] = f"{path}: speaks of lineage {lineage.number} with parent {lineage.parent}"
-            continue
-        found[number] = lineage
     return found, damage
+
+
+def _read_lineage(paths: RunPaths, number: int) -> Lineage:
+    """One of them, which never changes. Raises DamagedError."""
+    if paths.known is not None and (lineage := paths.known.lineages.get(number)) is not None:
+        return lineage
+    path = paths.lineage(number)
+    lineage = Lineage.load(files.get(path, limit=_MAX_BYTES, is_constant=True), path=str(path))
+    if lineage.number != number or lineage.parent >= number:
+        raise DamagedError(
+            f"{path}: speaks of lineage {lineage.number} with parent {lineage.parent}",
+            path=str(path),
+            expected=number,
+            found=lineage.number,
+        )
+    if paths.known is not None:
+        paths.known.note_lineage(lineage)
+    return lineage
 
 
 def _numbers(paths: RunPaths) -> list[int]:
@@ -121,11 +135,24 @@ def _numbers(paths: RunPaths) -> list[int]:
 
 
 def newest_number(paths: RunPaths) -> int:
-    """The highest lineage number taken, readable or not; 0 if none."""
-    return max(_numbers(paths), default=0)
+    """The highest lineage number taken, readable or not; 0 if none.
+
+    Who has seen the newest looks for the one after it: they are taken without gaps.
+    """
+    if paths.known is None:
+        return max(_numbers(paths), default=0)
+    number = paths.known.newest
+    if not number or not files.exists(paths.lineage(number)):
+        number = max(_numbers(paths), default=0)
+    while number and files.appeared(paths.lineages, paths.lineage(number + 1).name):
+        number += 1
+    paths.known.newest = number
+    return number
 
 
-def create_next(paths: RunPaths, *, parent: int, step: int, lossy: str | None = None) -> Lineage:
+def create_next(
+    paths: RunPaths, *, parent: int, step: int, lossy: str | None = None, keep: Keep | None = None
+) -> Lineage:
     """Take the next free number. Whoever links the name first has it; the others go on to the next one."""
     host = socket.gethostname()
     with _opening(paths):
@@ -133,33 +160,50 @@ def create_next(paths: RunPaths, *, parent: int, step: int, lossy: str | None = 
         number = newest_number(paths)
         while number < _MAX_LINEAGES:
             number += 1
-            lineage = Lineage(number=number, parent=parent, step=step, created=time.time(), host=host, lossy=lossy)
+            lineage = Lineage(number, parent, step, time.time(), host, lossy, keep)
             if files.put_new(paths.lineage(number), lineage.dump(), point="lineage"):
                 return lineage
     raise DamagedError(f"{paths.lineages}: more than {_MAX_LINEAGES} lineages", path=str(paths.lineages))
 
 
-class History:
-    """The path from the newest lineage back to the start: which steps of which lineage are live."""
+def recorded_keep(paths: RunPaths) -> Keep | None:
+    """What the run was told to keep at its last start; None if an older version started it. Raises DamagedError."""
+    number = newest_number(paths)
+    return _read_link(paths, number).keep if number else None
 
-    def __init__(self, lineages: dict[int, Lineage], newest: int, damage: dict[int, str] | None = None) -> None:
+
+class History:
+    """The path from the newest lineage back to the start: which steps of which lineage are live.
+
+    It is read only as far back as somebody asks: who continued the run ten thousand times asks for the last ones.
+    """
+
+    def __init__(self, newest: int, read: Callable[[int], Lineage]) -> None:
+        """`read` gives the lineage with a number; raises DamagedError."""
         self.newest = newest
         self.damage: str | None = None
-        self._until: dict[int, int | None] = {}
-        number, until = newest, None
-        while number:
-            self._until[number] = until
-            lineage = lineages.get(number)
-            if lineage is None:  # a damaged link: what lies behind it cannot be shown to be ours
-                self.damage = (damage or {}).get(number, f"lineage {number} is missing")
-                break
-            number = lineage.parent
+        """Why the path cannot be followed further back than it was."""
+        self._read = read
+        self._until: dict[int, int | None] = {newest: None} if newest else {}
+        self._oldest, self._limit = newest, _ENDLESS
+
+    def _follow(self, number: int) -> None:
+        """Go back until this lineage is on the path, or is passed: numbers only become smaller."""
+        while self._oldest > number and self.damage is None:
+            try:
+                lineage = self._read(self._oldest)
+            except DamagedError as error:  # what lies behind it cannot be shown to be ours
+                self.damage = str(error)
+                return
             # A parent's checkpoints count up to where its child left it, and no further than where
             # the child itself is left: the path may only go back in time.
-            until = lineage.step if until is None else min(until, lineage.step)
+            self._oldest, self._limit = lineage.parent, min(self._limit, lineage.step)
+            if self._oldest:
+                self._until[self._oldest] = self._limit
 
     def is_live(self, id: CheckpointId) -> bool:
         """Whether this checkpoint lies on the path."""
+        self._follow(id.lineage)
         if id.lineage not in self._until:
             return False
         until = self._until[id.lineage]
@@ -176,5 +220,13 @@ class History:
 
 def read_history(paths: RunPaths) -> History:
     """The history as the directory has it now."""
-    lineages, damage = read_lineages(paths)
-    return History(lineages, max((*lineages, *damage), default=0), damage)
+    return History(newest_number(paths), lambda number: _read_link(paths, number))
+
+
+def _read_link(paths: RunPaths, number: int) -> Lineage:
+    try:
+        return _read_lineage(paths, number)
+    except DamagedError as error:
+        if files.exists(paths.lineage(number)):
+            raise
+        raise DamagedError(f"lineage {number} is missing", path=str(paths.lineage(number))) from error

@@ -5,6 +5,7 @@ Holds:   made once and exclusively; several processes that ask at once get the s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -23,9 +24,17 @@ def node_id(root: Path) -> str:
     """The id of the node whose cache this is; drawn at the first call. Raises OSError or DamagedError."""
     path = root / "node.json"
     if not files.exists(path):
-        os.makedirs(root, exist_ok=True)
+        os.makedirs(root, 0o700, exist_ok=True)
         files.put_new(path, seal({"format": NODE, "id": os.urandom(8).hex()}), point="node")
     found = Fields(unseal(files.get(path, limit=_MAX_BYTES), path=str(path), kind=NODE), path=str(path)).text("id")
     if not _ID.fullmatch(found):
         raise DamagedError(f"{path}: {found!r} is no id; remove the file, and the caches beside it", path=str(path))
     return found
+
+
+def renew(root: Path) -> str:
+    """Another id for this node, since somebody else has its own. One that cannot be written holds for this start."""
+    fresh = os.urandom(8).hex()
+    with contextlib.suppress(OSError):
+        files.put(root / "node.json", seal({"format": NODE, "id": fresh}), point="node.new")
+    return fresh

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from stepwell.errors import ConfigError, StorageError
+from stepwell.escape import HIDDEN, without_secrets
 from stepwell.faults import file_operation
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ _SMALL_PART_BYTES: Final = 6 << 20  # services take nothing below 5 MiB, but for
 _MOST_PARTS: Final = 9_000  # services take 10,000
 _IN_FLIGHT: Final = 12
 _WRITTEN: Final = "cannot be written"
+_KEYS: Final = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
+    "az": "AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+}
 _WRITER: Final = "stepwellwriter"
 """Attribute of an object that says who put it. Letters alone: Azure takes no dash, some proxies no underscore."""
 
@@ -49,6 +55,7 @@ class ObjectPath:
         """`s3://bucket/some/where`. Raises ConfigError."""
         scheme, _, rest = text.partition("://")
         bucket, *keys = [part for part in rest.split("/") if part] or [""]
+        _refuse_secrets(scheme, bucket, rest)
         if scheme not in SCHEMES or not bucket or {".", ".."} & set(keys):
             known = ", ".join(f"{scheme}://bucket/..." for scheme in SCHEMES)
             raise ConfigError(f"{text}: give a directory, or a place in a bucket ({known})", found=text)
@@ -73,6 +80,16 @@ class ObjectPath:
         return ObjectPath(self.bucket, self.key.rpartition("/")[0])
 
 
+def _refuse_secrets(scheme: str, bucket: str, rest: str) -> None:
+    """An address is written into events and errors, and handed to other processes: keys do not belong there."""
+    _, mark, query = rest.partition("?")
+    if "@" in bucket or ":" in bucket or (mark and "=" in query):
+        raise ConfigError(
+            f"{scheme}://{HIDDEN}: this address holds a user name, a password or a token; give the bucket and the path "
+            f"alone, and the keys in {_KEYS.get(scheme, 'the environment')}"
+        )
+
+
 Location = Path | ObjectPath
 """Where something of a run lies."""
 
@@ -95,16 +112,24 @@ class Facts:
 def _client(bucket: str) -> ObjectStore:
     from obstore.store import from_url
 
-    endpoints = [
-        value for key, value in os.environ.items() if key.startswith(("AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT"))
-    ]
+    endpoints = {
+        key: value for key, value in os.environ.items() if key.startswith(("AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT"))
+    }
+    for key, value in endpoints.items():
+        if without_secrets(value) != value:
+            keys = _KEYS.get(bucket.partition("://")[0], "variables of their own")
+            raise ConfigError(
+                f"{key}={without_secrets(value)}: this address holds a password or a token; give it without, and the "
+                f"keys in {keys}",
+                name=key,
+            )
     try:
         return from_url(
             bucket,
             client_options={
                 "timeout": timedelta(seconds=120),
                 "connect_timeout": timedelta(seconds=10),
-                "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
+                "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints.values()),
             },
             retry_config={
                 "max_retries": 12,
@@ -117,7 +142,7 @@ def _client(bucket: str) -> ObjectStore:
             },
         )
     except Exception as error:
-        raise ConfigError(f"{bucket}: {_first_line(error)}", found=bucket) from error
+        raise ConfigError(f"{bucket}: {_first_line(error)}", found=bucket) from _cause(error)
 
 
 @contextlib.contextmanager
@@ -132,7 +157,12 @@ def _asking(path: ObjectPath, what: str) -> Iterator[None]:
             raise StorageError(f"{path}: {what}: there is no bucket {path.bucket}", path=str(path)) from error
         raise FileNotFoundError(f"{path}: there is no such object") from error
     except BaseError as error:
-        raise StorageError(f"{path}: {what}: {_first_line(error)}", path=str(path)) from error
+        raise StorageError(f"{path}: {what}: {_first_line(error)}", path=str(path)) from _cause(error)
+
+
+def _cause(error: Exception) -> Exception | None:
+    """What a traceback may show beside our own error: not what repeats a secret, as of a proxy or a signed request."""
+    return error if without_secrets(str(error)) == str(error) else None
 
 
 def _first_line(error: Exception) -> str:

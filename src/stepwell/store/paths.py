@@ -4,6 +4,8 @@ run.json                      identity and seed
 events.jsonl                  what happened
 progress                      how far the trainer got, and who it is
 storage.json                  how the file system is written best
+nodes.json                    with levels: the newest checkpoint that was whole on the nodes
+secret                        mode 0600: what the processes of the run know one another by
 history.json                  how often the run failed, and what checkpoints cost
 lineage/0001.json             histories
 step-000000001200.l0003/      one checkpoint
@@ -24,10 +26,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from stepwell import below
+from stepwell.store.known import Known
 from stepwell.store.objects import Location, ObjectPath, is_address
 from stepwell.types import CheckpointId, Owner
 
@@ -36,16 +40,26 @@ _OF_RANK: Final = re.compile(r"progress\.rank-(\d{5,})|events\.rank-(\d{5,})\.js
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where everything of a run lies. `rank`: whose events and progress."""
+    """Where everything of a run lies. `rank`: whose events and progress. `known`: what was read there once."""
 
     root: Location
     rank: int = 0
+    known: Known | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def at(cls, where: str | os.PathLike[str], rank: int = 0) -> RunPaths:
         """The run in a directory, or in a bucket. Raises ConfigError for an address that means nothing."""
         text = os.fspath(where)
-        return cls(ObjectPath.parse(text) if is_address(text) else Path(text), rank)
+        if is_address(text):
+            return cls(ObjectPath.parse(text), rank)
+        path = Path(text)
+        if below.is_inside(path):  # the user's own link, to a run in a directory that is called like one of a run's
+            path = Path(os.path.realpath(path))
+        return cls(path, rank)
+
+    def remembering(self) -> RunPaths:
+        """The same, for a process that commits again and again: what never changes is read once."""
+        return replace(self, known=Known())
 
     @property
     def identity(self) -> str:
@@ -91,6 +105,14 @@ class RunPaths:
     @property
     def history(self) -> Path:
         return self.desk / "history.json"
+
+    @property
+    def nodes(self) -> Location:
+        return self.root / "nodes.json"
+
+    @property
+    def secret(self) -> Location:
+        return self.root / "secret"
 
     @property
     def lineages(self) -> Location:

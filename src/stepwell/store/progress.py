@@ -113,7 +113,7 @@ def read_progress(path: Path) -> Progress | None:
     try:
         data = files.get(path, limit=_NBYTES)
         magic, lineage, namespace, step, pid, agent_pid, started, boot = _FORMAT.unpack_from(data)
-    except (DamagedError, struct.error):
+    except (OSError, DamagedError, struct.error):
         return None
     if magic != _MAGIC:
         return None

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from stepwell.faults import crash_point
 from stepwell.store import files
-from stepwell.store.catalog import Entry
+from stepwell.store.catalog import LOOKED_AT, Entry
 from stepwell.store.chains import remove_chain
 from stepwell.store.paths import RunPaths
-from stepwell.store.spare import Spare, is_left_over
+from stepwell.store.spare import Spare, is_left_over, put_away
 from stepwell.types import Keep
 
 _SUSPECTS_KEPT = 1
@@ -49,22 +49,26 @@ def surplus(entries: Sequence[Entry], keep: Keep) -> list[tuple[Entry, str]]:
 
 
 def remove_checkpoint(entry: Entry, spare: Spare | None = None) -> None:
-    """Remove one checkpoint: first it stops being one, then its files go; one of them into `spare`, if that is free."""
+    """Remove one checkpoint: first it stops being one, then its files go; one of them into `spare`, if that is free.
+
+    One that another process has removed meanwhile is gone: that is no error.
+    """
     crash_point("prune.begin")
-    files.remove(entry.path / "manifest.json")
-    files.sync_directory(entry.path)  # before the shards go: a power loss must not bring the manifest back alone
-    crash_point("prune.unlisted")
-    remove_chain(entry.path.parent, entry.id)
-    remove_directory(entry, spare)
+    with files.unless_gone(entry.path):
+        files.remove(entry.path / "manifest.json")
+        files.sync_directory(entry.path)  # before the shards go: a power loss must not bring the manifest back alone
+        crash_point("prune.unlisted")
+        remove_chain(entry.path.parent, entry.id)
+        remove_directory(entry, spare)
 
 
 def remove_directory(entry: Entry, spare: Spare | None = None) -> None:
     """Remove what is left of a directory that holds no manifest."""
-    for name in files.list_names(entry.path):
-        if spare is None or not spare.keep(entry.path / name):
-            files.remove(entry.path / name)
-        crash_point("prune.middle")
-    files.remove_directory(entry.path)
+    with files.unless_gone(entry.path):
+        for name in files.list_names(entry.path):
+            put_away(entry.path / name, spare)
+            crash_point("prune.middle")
+        files.remove_directory(entry.path)
 
 
 def left_over(entries: Sequence[Entry], lineage: int) -> list[Entry]:
@@ -89,12 +93,21 @@ def left_over(entries: Sequence[Entry], lineage: int) -> list[Entry]:
 
 
 def remove_strays(paths: RunPaths, entries: Sequence[Entry], lineage: int) -> None:
-    """Remove temporary files beside names that are taken: whoever wrote them died, or lost and does not need them."""
-    committed = [e.path for e in entries if e.is_committed and e.id.lineage <= lineage and files.is_directory(e.path)]
-    for directory in (paths.root, paths.lineages, *committed):
+    """Remove temporary files beside names that are taken: whoever wrote them died, or lost and does not need them.
+
+    With `paths.known` once: nobody writes into what is committed, but for the newest ones.
+    """
+    swept, is_swept = (set(), False) if paths.known is None else (paths.known.swept, paths.known.is_swept)
+    newest = {entry.id for entry in [entry for entry in entries if entry.is_committed][:LOOKED_AT]}
+    ours = [e for e in entries if e.is_committed and e.id.lineage <= lineage and (e.id in newest or e.id not in swept)]
+    committed = [entry.path for entry in ours if files.is_directory(entry.path)]
+    for directory in (paths.root, *([] if is_swept else [paths.lineages]), *committed):
         for name in files.list_names(directory, follow=True):
             final = name.partition(".json.")[0]
             is_taken = final in ("run", "storage") or (final.isdecimal() and int(final) <= lineage)
             is_taken = is_taken or directory in committed
             if (is_taken and name.endswith(files.TEMPORARY)) or is_left_over(name, lineage):
                 files.remove(directory / name)
+    if paths.known is not None:
+        paths.known.swept.update(entry.id for entry in ours)
+        paths.known.is_swept = True

@@ -16,6 +16,7 @@ import os
 from pathlib import Path
 from typing import Final
 
+from stepwell import below
 from stepwell.faults import crash_point
 from stepwell.store import files
 from stepwell.store.objects import Location, ObjectPath
@@ -39,7 +40,7 @@ class Spare:
 
     def keep(self, file: Location) -> bool:
         """Take a file of a checkpoint that is no checkpoint any more. False: it has to be removed."""
-        if not self._is_local or not self.is_for(file) or os.path.lexists(self.path) or isinstance(file, ObjectPath):
+        if not self._is_local or not self.is_for(file) or files.exists(self.path) or isinstance(file, ObjectPath):
             return False
         if not _is_ours_alone(file):
             return False
@@ -55,7 +56,7 @@ class Spare:
 
         Looked at once more: whoever opened it before it lost its name still has its bytes.
         """
-        if not os.path.lexists(self.path):
+        if not files.exists(self.path):
             return False
         try:
             if not _is_ours_alone(self.path):
@@ -72,6 +73,12 @@ class Spare:
         files.remove(self.path)
 
 
+def put_away(path: Location, spare: Spare | None) -> None:
+    """Remove a file of a checkpoint; into `spare`, if it may be overwritten by the next one. Raises OSError."""
+    if spare is None or not spare.keep(path):
+        files.remove(path)
+
+
 def is_left_over(name: str, lineage: int) -> bool:
     """Whether a name is that of a file which an agent of an older lineage kept."""
     stem, _, number = name.removesuffix(files.TEMPORARY).rpartition(".l")
@@ -81,11 +88,12 @@ def is_left_over(name: str, lineage: int) -> bool:
 def _is_ours_alone(path: Path) -> bool:
     """Whether it is a file with one name, and open nowhere, mappings included."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = below.open_file(path, os.O_RDWR)
     except OSError:
         return False
     try:
-        if os.fstat(fd).st_nlink != 1:
+        found = os.fstat(fd)
+        if found.st_nlink != 1 or found.st_uid != os.geteuid():
             return False
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # an open meanwhile waits for the next line, and is a SIGIO
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)

@@ -22,8 +22,9 @@ from stepwell.adapters.scr.index import CHECKPOINT, OUTPUT
 from stepwell.adapters.scr.job import Job
 from stepwell.adapters.scr.output import Outputs
 from stepwell.adapters.scr.pace import Pace
-from stepwell.adapters.scr.parameters import Config, ScrError
+from stepwell.adapters.scr.parameters import settle
 from stepwell.adapters.scr.restart import Restarts
+from stepwell.adapters.scr.sources import Config, ScrError
 from stepwell.errors import StepwellError
 from stepwell.groups.consent import lead
 from stepwell.store import files
@@ -98,8 +99,11 @@ def _require(call: str, *states: str) -> _Program:
 
 
 @_in_words
-def config(conf: str) -> str | None:
-    """Ask for a parameter (`KEY`), or before `init` set (`KEY=VALUE`) or unset (`KEY=`) it. Local."""
+def config(conf: str | None) -> str | None:
+    """Ask for a parameter (`KEY`), or before `init` set (`KEY=VALUE`) or unset (`KEY=`) it. Local.
+
+    None is the answer for a parameter that is set nowhere, whatever its default is, as in SCR.
+    """
     return _config.tell(conf, may_set=_program is None)
 
 
@@ -109,7 +113,12 @@ def init() -> None:
     global _program
     if _program is not None:
         raise ScrError(f"init() {_program.state}: it was called before", call="init", state=_program.state)
-    _program = _Program(Job.open(_config.settle()))
+    if "STEPWELL_PROVE" in os.environ:
+        raise ScrError(
+            "`stepwell prove` compares states of a Checkpointer; it cannot judge files that a program writes through "
+            "the SCR interface"
+        )
+    _program = _Program(Job.open(settle(_config)))
 
 
 @_in_words
@@ -130,6 +139,7 @@ def finalize() -> None:
             job.flush_now(newest)
     finally:
         _program = None
+        _config.forget()
         job.close()
 
 
@@ -176,11 +186,13 @@ def start_output(name: str, flags: int) -> None:
 @_in_words
 def route_file(fname: str | os.PathLike[str]) -> str:
     """Where to write, or to read, the file that the program calls `fname`; outside a phase, `fname` itself. Local."""
-    program = _require("route_file", IDLE, IN_OUTPUT, IN_RESTART)
-    if program.state == IDLE:
-        return os.fspath(fname)
-    phase = program.outputs if program.state == IN_OUTPUT else program.restarts
-    return phase.route(os.fspath(fname))
+    path = os.fspath(fname)
+    if not path:
+        raise ScrError("route_file(''): give the path of a file", call="route_file")
+    if _program is None or _program.state == IDLE:
+        return path
+    phase = _program.outputs if _program.state == IN_OUTPUT else _program.restarts
+    return phase.route(path)
 
 
 @_in_words

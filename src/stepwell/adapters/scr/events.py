@@ -17,6 +17,34 @@ class ParameterIgnored(Event):
     name: str
     reason: str
 
+    def text(self) -> str:
+        return f"{self.name} has no effect: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoInterval(Event):
+    """The program asks whether a checkpoint is due, and nothing says how often. SCR never says yes then."""
+
+    level: ClassVar[int] = logging.WARNING
+
+    def text(self) -> str:
+        return (
+            "need_checkpoint() says yes every time, because none of SCR_CHECKPOINT_INTERVAL, SCR_CHECKPOINT_SECONDS "
+            "and SCR_CHECKPOINT_OVERHEAD is set; SCR would say no"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unknown(Event):
+    """A dataset was named that there is not. SCR's calls succeed then, and do nothing."""
+
+    level: ClassVar[int] = logging.WARNING
+    call: str
+    name: str
+
+    def text(self) -> str:
+        return f"{self.call}({self.name!r}): there is no such dataset; nothing was done"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Output(Event):

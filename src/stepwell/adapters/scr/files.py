@@ -17,11 +17,13 @@ import shutil
 import stat
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from stepwell import below
 from stepwell.errors import ConfigError, DamagedError
+from stepwell.faults import file_operation
 from stepwell.format.checksum import PART_BYTES, BlockHasher
 from stepwell.format.record import FileEntry, Record
 from stepwell.store import files
@@ -34,6 +36,28 @@ WORK: Final = "work"
 MAX_PATH_BYTES: Final = 1024
 PUBLISHED: Final = "published"
 _TREE: Final = "stepwell.scr/1"
+_PERMISSIONS: Final = 0o777
+_END_OF_TIME: Final = 1 << 62
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What belongs to a file beside its bytes: permissions, and the time of its last change in nanoseconds."""
+
+    mode: int
+    changed: int
+
+    @classmethod
+    def read(cls, mode: int, changed: int) -> Kept:
+        """From a record, which anybody may have written. Raises ValueError or TypeError."""
+        if not 0 <= changed < _END_OF_TIME:
+            raise ValueError(f"{changed} is no time")
+        return cls(int(mode) & _PERMISSIONS, int(changed))
+
+    def give_back(self, fd: int) -> None:
+        """Let an open file have it again. Raises OSError."""
+        os.fchmod(fd, self.mode)
+        os.utime(fd, ns=(self.changed, self.changed))
 
 
 @dataclass(frozen=True)
@@ -44,11 +68,13 @@ class Description:
     flags: int
     number: int
     paths: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, Kept] = field(default_factory=dict)
 
     def dump(self) -> dict[str, object]:
         """As it lies in a record."""
         facts = {"format": _TREE, "name": self.name, "flags": self.flags, "number": self.number}
-        return {**facts, "paths": dict(self.paths)}
+        kept = {name: [one.mode, one.changed] for name, one in self.kept.items()}
+        return {**facts, "paths": dict(self.paths), **({"kept": kept} if kept else {})}
 
     @classmethod
     def of(cls, record: Record) -> Description:
@@ -58,7 +84,9 @@ class Description:
             if tree["format"] != _TREE:
                 raise DamagedError(f"{record.id}: not a dataset of the SCR interface")
             paths = {str(name): check_relative(str(path)) for name, path in tree["paths"].items()}
-            found = cls(str(tree["name"]), int(tree["flags"]), int(tree["number"]), paths)
+            told = dict(tree.get("kept", {})).items()
+            kept = {str(name): Kept.read(*facts) for name, facts in told}
+            found = cls(str(tree["name"]), int(tree["flags"]), int(tree["number"]), paths, kept)
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
             raise DamagedError(f"{record.id}: not a dataset of the SCR interface: {error}") from error
         if set(found.paths) != {file.name for file in record.files}:
@@ -94,31 +122,67 @@ class Work:
 
     def __init__(self, home: RunPaths, owner: Owner) -> None:
         assert isinstance(home.root, Path)
-        self._root = home.root / WORK / owner.stem
+        self._home, self._folder = home.root, f"{WORK}/{owner.stem}"
         self.routed: dict[str, Path] = {}
 
     def clear(self) -> None:
         """Begin with nothing; what a broken-off output left goes. Names of files that are in a dataset stay there."""
         self.routed = {}
-        shutil.rmtree(self._root, ignore_errors=True)
+        clear_work(self._home, self._folder)
 
     def place(self, relative: str) -> Path:
         """Where a file is to be written; its directory is there."""
-        place = self._root / relative
-        place.parent.mkdir(parents=True, exist_ok=True)
-        self.routed[relative] = place
-        return place
+        below.make_tree(self._home, f"{self._folder}/{relative}")
+        self.routed[relative] = self._home / self._folder / relative
+        return self.routed[relative]
 
-    def show(self, source: Path, relative: str) -> Path:
+    def held(self, relative: str) -> contextlib.AbstractContextManager[tuple[str, int]]:
+        """The name of a routed file, and the descriptor of its directory. Raises OSError."""
+        return below.walk(self._home, f"{self._folder}/{relative}")
+
+    def show(self, source: Path, relative: str, kept: Kept | None = None) -> Path:
         """A verified file of a dataset under the name that the application knows it by; for reading."""
-        place = self._root / relative
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.unlink(missing_ok=True)
+        below.make_tree(self._home, f"{self._folder}/{relative}")
+        with self.held(relative) as (name, fd):
+            _remove(name, fd)
+            _second_name(source, name, fd, kept)
+        return self._home / self._folder / relative
+
+
+def clear_work(home: Path, folder: str = WORK) -> None:
+    """Remove what is left of outputs: all, or that of one rank. What cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        below.remove_tree(home, folder)
+
+
+def _second_name(source: Path, name: str, directory: int, kept: Kept | None, *, sync: bool = False) -> None:
+    """Another name for the bytes of a file, which must be free; where there are no links, a copy. Raises OSError."""
+    reading = files.open_regular(source)
+    try:
         try:
-            os.link(source, place)
-        except OSError:
-            shutil.copyfile(source, place)
-        return place
+            with below.Holder(source) as (old, old_fd):
+                file_operation("link", source)
+                os.link(old, name, src_dir_fd=old_fd, dst_dir_fd=directory, follow_symlinks=False)
+        except OSError:  # other file systems, or one without links
+            is_linked = False
+        else:
+            is_linked = True
+        if is_linked:
+            return None if kept is None else kept.give_back(reading)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        writing = os.open(name, flags, 0o644, dir_fd=directory)
+        try:
+            with open(reading, "rb", closefd=False) as out_of, open(writing, "wb", closefd=False) as into:
+                shutil.copyfileobj(out_of, into)
+            if sync:
+                files.sync(writing, source)
+            if kept is not None:
+                kept.give_back(writing)
+        finally:
+            os.close(writing)
+    finally:
+        os.close(reading)
+    return None
 
 
 def look(place: Path) -> str | None:
@@ -133,26 +197,34 @@ def look(place: Path) -> str | None:
 
 
 def take_in(
-    work: Work, home: RunPaths, run: str, id: CheckpointId, owner: Owner, name: str, flags: int, number: int
+    work: Work, home: RunPaths, run: str, id: CheckpointId, owner: Owner, about: Description, *, keep: bool
 ) -> Record:
-    """Make what was written part of the dataset, all but its record. On return it is durable. Raises OSError."""
+    """Make what was written part of the dataset, all but its record. On return it is durable. Raises OSError.
+
+    keep:  permissions and times of the files too
+    """
     directory = home.checkpoint(id)
     assert isinstance(directory, Path)
-    entries, paths = [], {}
-    for at, (relative, place) in enumerate(sorted(work.routed.items())):
+    entries, paths, kept = [], {}, {}
+    for at, relative in enumerate(sorted(work.routed)):
         final = directory / f"{owner.stem}.{at:04d}.file"
-        entries.append(_seal(place, final.name))
-        files.rename(place, final)
+        with work.held(relative) as (name, fd), below.Holder(final) as (new, new_fd):
+            entries.append(_seal(work.routed[relative], name, fd, final.name))
+            file_operation("rename", final)
+            os.rename(name, new, src_dir_fd=fd, dst_dir_fd=new_fd)
         paths[final.name] = relative
+        if keep:
+            found = below.lstat(final)
+            kept[final.name] = Kept(found.st_mode & _PERMISSIONS, found.st_mtime_ns)
     files.sync_directory(directory)
-    tree = Description(name, flags, number, paths).dump()
+    tree = replace(about, paths=paths, kept=kept).dump()
     return Record(run, id, owner, time.time(), tuple(entries), (), tree)
 
 
-def _seal(place: Path, name: str) -> FileEntry:
+def _seal(place: Path, written: str, directory: int, name: str) -> FileEntry:
     """Its bytes durable, and their checksums."""
     hasher, nbytes, room = BlockHasher(PART_BYTES), 0, memoryview(bytearray(PART_BYTES))
-    fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = os.open(written, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
     try:
         files.sync(fd, place)
         while got := os.readv(fd, [room]):
@@ -171,12 +243,12 @@ def publish(prefix: Path, paths: RunPaths, records: Iterable[Record]) -> int:
     count, touched = 0, set()
     for record in records:
         directory = paths.checkpoint(record.id)
-        for name, relative in Description.of(record).paths.items():
+        about = Description.of(record)
+        for name, relative in about.paths.items():
             source, target = directory / name, prefix / relative
             assert isinstance(source, Path)
             if not _is_same(source, target):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _replace(source, target)
+                _replace(source, prefix, relative, about.kept.get(name))
                 touched.add(target.parent)
             count += 1
     for folder in sorted(touched):
@@ -186,27 +258,26 @@ def publish(prefix: Path, paths: RunPaths, records: Iterable[Record]) -> int:
 
 def _is_same(source: Path, target: Path) -> bool:
     try:
-        return os.path.samestat(os.lstat(source), os.lstat(target))
+        return os.path.samestat(below.lstat(source), os.lstat(target))
     except OSError:
         return False
 
 
-def _replace(source: Path, target: Path) -> None:
-    temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}{files.TEMPORARY}")
-    temporary.unlink(missing_ok=True)
-    try:
+def _replace(source: Path, prefix: Path, relative: str, kept: Kept | None) -> None:
+    with below.walk(prefix, relative, make=True, own_links=True) as (name, fd):
+        temporary = f".{name[:200]}.{os.getpid()}{files.TEMPORARY}"
+        _remove(temporary, fd)
         try:
-            files.link(source, temporary)
-        except OSError:
-            shutil.copyfile(source, temporary)
-            fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                files.sync(fd, temporary)
-            finally:
-                os.close(fd)
-        files.rename(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+            _second_name(source, temporary, fd, kept, sync=True)
+            file_operation("rename", prefix / relative)
+            os.rename(temporary, name, src_dir_fd=fd, dst_dir_fd=fd)
+        finally:
+            _remove(temporary, fd)
+
+
+def _remove(name: str, directory: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)
 
 
 def withdraw(prefix: Path, paths: RunPaths, records: Iterable[Record]) -> None:
@@ -221,20 +292,21 @@ def withdraw(prefix: Path, paths: RunPaths, records: Iterable[Record]) -> None:
             source, target = directory / name, prefix / relative
             assert isinstance(source, Path)
             if _is_same(source, target) or _is_copy(record, name, target):
-                target.unlink(missing_ok=True)
+                with below.walk(prefix, relative, own_links=True) as (last, fd):
+                    _remove(last, fd)
                 folders.update(parent for parent in target.parents if prefix in parent.parents)
     for folder in sorted(folders, key=lambda path: -len(path.parts)):
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+        with contextlib.suppress(OSError), below.walk(prefix, str(folder.relative_to(prefix)), own_links=True) as at:
+            os.rmdir(at[0], dir_fd=at[1])
 
 
 def _is_copy(record: Record, name: str, target: Path) -> bool:
     """Whether another file with these very bytes lies there: where there are no links."""
     entry = next(file for file in record.files if file.name == name)
-    if look(target) is not None or target.stat().st_size != entry.nbytes:
+    if look(target) is not None or os.lstat(target).st_size != entry.nbytes:
         return False
     hasher = BlockHasher(entry.block_bytes)
-    with target.open("rb", buffering=0) as source:
+    with open(files.open_regular(target), "rb", buffering=0) as source:
         while block := source.read(entry.block_bytes):
             hasher.update(memoryview(block))
     return hasher.finish() == entry.blocks

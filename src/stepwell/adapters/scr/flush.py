@@ -29,13 +29,14 @@ from stepwell.levels import cache
 from stepwell.levels.copies import Fill, keep_shard
 from stepwell.levels.duties import near_shard
 from stepwell.levels.events import Flush, FlushFailed
-from stepwell.store import assemble, commit, files, retention
+from stepwell.store import assemble, catalog, commit, files, retention
 from stepwell.store.catalog import Entry
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
 
 _RETRY_SECONDS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _POLL_SECONDS: Final = 0.05
+_IDLE_SECONDS: Final = 60.0
 _FINAL: Final = (FencedError, VoidError, DamagedError)
 LEAST_KEPT: Final = 2
 
@@ -71,19 +72,12 @@ def conclude(prefix: Prefix, id: CheckpointId, keep: int = 0) -> Manifest | None
     if first is None:
         return None
     found = assemble.gather(prefix.paths, id, first.owner.world_size)
-    whole = [item for item in found if not isinstance(item, int)]
-    if len(whole) != first.owner.world_size:
+    summaries = [item for item in found if not isinstance(item, int)]
+    if not summaries:
         return None
-    records = [record for record, _ in whole]
     crash_point("records.gathered")
-    manifest = Manifest(
-        run=first.run,
-        id=id,
-        world_size=len(records),
-        created=first.created,
-        records=tuple(ref for _, ref in whole),
-        nbytes=sum(record.nbytes for record in records),
-    )
+    manifest = assemble.make_manifest(summaries)
+    records = [catalog.read_record(prefix.paths, manifest, rank) for rank in range(manifest.world_size)]
     commit.publish_manifest(prefix.paths, manifest)
     description = Description.of(first)
     if not prefix.is_published(id):
@@ -230,9 +224,9 @@ class Carrier:
     def _due(self) -> list[CheckpointId]:
         return sorted(id for id, when in self._waiting.items() if when <= time.monotonic())
 
-    def _pause(self) -> float | None:
+    def _pause(self) -> float:
         when = min(self._waiting.values(), default=None)
-        return None if when is None else max(0.0, when - time.monotonic())
+        return _IDLE_SECONDS if when is None else max(0.0, when - time.monotonic())
 
     def _try(self, id: CheckpointId) -> bool:
         """Whether it is over: there, or never."""

@@ -2,11 +2,13 @@
 
     .stepwell-scr/index.json     which one a restart is to use, which ones failed, which ones are not to be offered
     .stepwell-scr/halt.json      when to stop
+    .stepwell-scr/lock           who may change them now
 
-Owns:    both files, and the list of datasets in a prefix.
+Owns:    these files, and the list of datasets in a prefix.
 Not:     the datasets: a dataset exists by its manifest, and is described by its records.
-Holds:   one writer at a time (rank 0, its flushing thread, or a command), by a lock where the file system has them;
-         each file is replaced whole. A file that is damaged counts as absent: datasets are found without it.
+Holds:   one writer at a time (rank 0, its flushing thread, or a command), by a lock where the file system has them,
+         on a file that nobody else can open: who can read a file can lock it. Each file is replaced whole. A file that
+         is damaged counts as absent: datasets are found without it.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
 from stepwell.adapters.scr.files import FOLDER, PUBLISHED, Description
-from stepwell.errors import DamagedError
+from stepwell.errors import DamagedError, PersistError
 from stepwell.events import logger
 from stepwell.format.document import Fields, seal, unseal
 from stepwell.format.manifest import Manifest
@@ -32,9 +35,13 @@ from stepwell.types import CheckpointId
 
 INDEX: Final = "stepwell.scr-index/1"
 HALT: Final = "stepwell.scr-halt/1"
+LOCK: Final = "lock"
 FINALIZED: Final = "FINALIZE_CALLED"
+TOLD: Final = "TOLD_TO_LEAVE"
+"""With what follows: a rank got a signal, or a notice. The next job goes on."""
 CHECKPOINT, OUTPUT = 1, 2
 _MAX_BYTES: Final = 16 << 20
+_LOCK_SECONDS: Final = 60.0
 T = TypeVar("T")
 
 
@@ -61,6 +68,11 @@ class Halt:
     exit_before: float = 0.0
     exit_after: float = 0.0
     seconds: float = 0.0
+
+    @property
+    def is_of_one_job(self) -> bool:
+        """Whether the reason ends with the job that it was given in."""
+        return self.reason == FINALIZED or self.reason.startswith(TOLD)
 
     def why(self, now: float, *, end_time: float, halt_seconds: float) -> str | None:
         """Why the job is to stop now, if it is."""
@@ -122,6 +134,15 @@ class Prefix:
             files.put(self.folder / "index.json", seal({"format": INDEX, **asdict(changed)}), point="index")
         return changed
 
+    def drop(self, ids: Iterable[CheckpointId]) -> None:
+        """Let a restart not use these; their files stay. Raises OSError."""
+        names = [id.directory for id in ids]
+
+        def change(index: Index) -> Index:
+            return replace(index, dropped=(*index.dropped, *(name for name in names if name not in index.dropped)))
+
+        self.change_index(change)
+
     def halt(self) -> Halt:
         """What the halt file says."""
 
@@ -160,15 +181,36 @@ class Prefix:
             logger.warning("%s; it counts as absent", error)
             return None
 
+    def _lock(self, fd: int) -> None:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise PersistError(
+                        f"{self.folder / LOCK} is held by another process for {_LOCK_SECONDS:.0f} s; end it"
+                    ) from None
+            time.sleep(0.05)
+
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        fd = os.open(self.folder / "index.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
+            with contextlib.suppress(OSError):  # a file system without modes
+                self._let_in_writers_alone(fd)
             with contextlib.suppress(OSError):  # a file system without locks: then there is one writer by custom
-                fcntl.flock(fd, fcntl.LOCK_EX)
+                self._lock(fd)
             yield
         finally:
             os.close(fd)
+
+    def _let_in_writers_alone(self, fd: int) -> None:
+        """Who can open the file can hold the lock: that is only for those who can write to the directory."""
+        found, folder = os.fstat(fd), os.stat(self.folder).st_mode
+        mode = 0o600 | (0o060 if folder & stat.S_IWGRP else 0) | (0o006 if folder & stat.S_IWOTH else 0)
+        if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) != mode:
+            os.fchmod(fd, mode)
 
     # -- datasets -----------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ Holds:   every decision that ranks must share is made by rank 0, or from what al
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +18,19 @@ from typing import Final
 
 from stepwell import events, faults
 from stepwell.adapters.scr.events import ParameterIgnored
-from stepwell.adapters.scr.files import WORK, Work
+from stepwell.adapters.scr.files import Work, clear_work
 from stepwell.adapters.scr.flush import Carrier, finish_open
 from stepwell.adapters.scr.index import CHECKPOINT, FINALIZED, Prefix, now, release_pin
 from stepwell.adapters.scr.nodes import Nodes
 from stepwell.adapters.scr.parameters import Settings
 from stepwell.errors import ConfigError, DamagedError, StepwellError
+from stepwell.events import logger
 from stepwell.format.manifest import Manifest, RecordRef
 from stepwell.groups.choose import find_group
 from stepwell.groups.consent import each, lead
 from stepwell.groups.group import Group, default_seconds
-from stepwell.journal import EventLog
+from stepwell.journal import EventLog, speak_to_terminal
+from stepwell.leave import Leave
 from stepwell.levels import cache, room
 from stepwell.levels.cache import Level
 from stepwell.levels.events import FlushFailed
@@ -41,6 +43,8 @@ from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
 
 _CLOSE_SECONDS: Final = "STEPWELL_CLOSE_SECONDS"
+_GRACE: Final = "STEPWELL_GRACE"
+_GRACE_SECONDS: Final = 25.0
 
 
 class Job:
@@ -53,7 +57,9 @@ class Job:
         shared = RunPaths(self.prefix.folder, group.rank)
         self.home = shared if settings.is_bypass else run_cache(settings.cache, run, group.rank)
         self.log = EventLog(shared.events, who="scr", rank=group.rank, background=True)
-        self.nodes = Nodes(settings, run, self.home, group, self.log.emit)
+        grace = float(os.environ.get(_GRACE) or _GRACE_SECONDS)
+        self.leave = Leave(self.log, lambda: self.last, lambda: None, grace, None)
+        self.nodes = Nodes(settings, run, self.home, shared, group, self.log.emit)
         self.work = Work(self.home, self.owner)
         self.carrier = Carrier(
             self.home,
@@ -83,6 +89,7 @@ class Job:
         each(group, "the prefix on each rank", lambda: _check_seen(prefix, run))
         job = cls(settings, group, run)
         if group.is_leader:
+            job._show()
             for name, reason in settings.ignored.items():
                 job.log.emit(ParameterIgnored(name=name, reason=reason))
         try:
@@ -91,16 +98,26 @@ class Job:
             job.nodes.share()
             job._look()
             job._resume()
+            if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("STEPWELL_NOTICE"):
+                job.leave.listen()  # torchrun's SIGTERM says that another rank died: there is nothing to wait for
         except BaseException:
             job._let_go()
             raise
         return job
 
+    def _show(self) -> None:
+        """SCR_DEBUG: what every parameter came to, and all events."""
+        if self.settings.debug:
+            speak_to_terminal("stepwell scr", logging.DEBUG)
+            logger.setLevel(logging.DEBUG)
+            for name, value in self.settings.values.items():
+                logger.debug("%s=%s", name, value)
+
     def _tidy(self) -> None:
         """What processes that died left in this node's cache under temporary names; all of it, if that is asked for."""
         assert isinstance(self.home.root, Path)
         if self.nodes.is_first_here:
-            shutil.rmtree(self.home.root / WORK, ignore_errors=True)  # of ranks that are not there this time, too
+            clear_work(self.home.root)  # of ranks that are not there this time, too
         if self.settings.is_bypass:
             return
         for id in cache.steps(self.home):
@@ -125,7 +142,7 @@ class Job:
         self.last = max([in_prefix, *(id.step for id in told)])
 
         def begin() -> None:
-            self.prefix.change_halt(lambda halt: replace(halt, reason="") if halt.reason == FINALIZED else halt)
+            self.prefix.change_halt(lambda halt: replace(halt, reason="") if halt.is_of_one_job else halt)
 
         lead(self.group, "the halt file", begin)
 
@@ -175,6 +192,7 @@ class Job:
             self._let_go()
 
     def _let_go(self) -> None:
+        self.leave.stop()
         self.nodes.close()
         self.log.close()
         self.group.close()

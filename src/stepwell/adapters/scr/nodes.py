@@ -1,6 +1,6 @@
 """The caches of all nodes, as the ranks of an SCR program see them together.
 
-Owns:    meeting the others (who sits where, the secret, this process's server), what all caches hold, bringing every
+Owns:    meeting the others (who sits where, the key, this process's server), what all caches hold, bringing every
          part of a dataset to where it is needed, verified, and protecting it.
 Not:     which dataset is wanted (restart), copies, parity and rebuilding (levels).
 Holds:   found by content: ranks may come back on other nodes. Every byte is read and checked before a dataset is
@@ -26,6 +26,7 @@ from stepwell.format.parity import Parity, parity_name
 from stepwell.format.record import FileEntry, Record
 from stepwell.groups.consent import each, lead
 from stepwell.groups.group import Group
+from stepwell.groups.key import common_key
 from stepwell.groups.meet import own_address
 from stepwell.levels import cache
 from stepwell.levels.copies import Fill, copy_shard
@@ -34,14 +35,17 @@ from stepwell.levels.inventory import Inventory, gather
 from stepwell.levels.orders import Orders, Seat
 from stepwell.levels.parity import RECORD
 from stepwell.levels.peers import Peers
+from stepwell.levels.places import Sitting, find_sittings
 from stepwell.levels.remake import Reach, remake, tell
-from stepwell.levels.secret import draw_secret
 from stepwell.levels.serve import PeerServer, listen
 from stepwell.levels.spec import Protection, Shared, Single, choose_protection
+from stepwell.private import make_private
 from stepwell.store import files
 from stepwell.store.commit import record_name
 from stepwell.store.node import node_id
 from stepwell.store.paths import RunPaths
+from stepwell.store.secret import make_shared, read_shared
+from stepwell.trust.secret import derive
 from stepwell.types import CheckpointId, Owner
 
 _STEPS_TOLD: Final = 16
@@ -63,8 +67,16 @@ class Nodes:
     """Of one run, as one rank sees them. `meet`, `share`, `bring` and `protect` are collective."""
 
     def __init__(
-        self, settings: Settings, run: str, home: RunPaths, group: Group, emit: Callable[[Event], None]
+        self,
+        settings: Settings,
+        run: str,
+        home: RunPaths,
+        prefix: RunPaths,
+        group: Group,
+        emit: Callable[[Event], None],
     ) -> None:
+        """`prefix`: where the run's secret is kept, for all ranks."""
+        self._prefix = prefix
         self._settings, self._run, self.home, self._group, self._emit = settings, run, home, group, emit
         self.found: dict[CheckpointId, Inventory] = {}
         self.known: dict[CheckpointId, Description] = {}
@@ -91,7 +103,11 @@ class Nodes:
     def meet(self) -> None:
         """Learn who sits where, and serve the others. Raises ConfigError."""
         group, settings = self._group, self._settings
-        secret = lead(group, "the secret of this start", draw_secret)
+        start = lead(group, "the number of this start", lambda: os.urandom(16).hex())
+        key = os.urandom(32)  # alone there is nobody to talk to
+        if group.size > 1:
+            key = common_key(group, self._run, lambda: make_shared(self._prefix), lambda: read_shared(self._prefix))
+        secret = derive(key, "scr", f"{self._run}:{start}").hex()
         mine: list[Any] = []
 
         def prepare() -> None:
@@ -99,8 +115,13 @@ class Nodes:
             root = self.home.root
             assert isinstance(root, Path)
             try:
-                root.mkdir(parents=True, exist_ok=True)
-                name = _EVERYWHERE if settings.is_bypass else node_id(settings.cache)
+                if settings.is_bypass:
+                    root.mkdir(parents=True, exist_ok=True)
+                else:
+                    make_private(
+                        root, advice="set SCR_CACHE_BASE to a directory that only you, or only root, can change"
+                    )
+                    node_id(settings.cache)
                 if group.size > 1:
                     self._server = PeerServer(root, secret, self._run, _no_questions, bind=listen((address, 0)))
                     self._server.start()
@@ -109,13 +130,18 @@ class Nodes:
                     f"{root}, or the address {address}, cannot be used: {error}; set SCR_CACHE_BASE"
                 ) from error
             port = 0 if self._server is None else self._server.address[1]
-            mine.extend([name, settings.domain or name, address, port])
+            mine.extend([address, port])
 
         each(group, "the cache of each node", prepare)
-        seats = tuple(Seat(*seat) for seat in group.all_gather(mine, "who sits where"))
+        sittings = [Sitting(_EVERYWHERE, _EVERYWHERE)] * group.size
+        if not settings.is_bypass:
+            sittings = find_sittings(group.all_gather, group.rank, settings.cache, settings.domain, self._emit)
+        where = zip(sittings, group.all_gather(mine, "who sits where"), strict=True)
+        seats = tuple(Seat(sitting.node, sitting.domain, *address) for sitting, address in where)
         cache_root = str(settings.cache)
         self._orders = Orders(cache_root, self._run, settings.keep, Single(), Shared(), secret, seats)
-        self._peers = Peers(self._orders)
+        # Programs load these files with pickle: a byte that somebody changed on its way may be code.
+        self._peers = Peers(self._orders, group.rank, is_sealed=True)
 
     def forget_dead(self, dead: Sequence[CheckpointId]) -> None:
         """Another history goes on: these may be removed."""
@@ -269,7 +295,7 @@ class Nodes:
         domains = [seat.domain for seat in self.orders.peers]
         scheme = choose_protection(protect, domains)
         duties = Duties.of(scheme, domains, self._group.rank)
-        peers = _Told(replace(self.orders, protect=scheme), states)
+        peers = _Told(replace(self.orders, protect=scheme), self._group.rank, states)
         nbytes, failed = 0, None
         try:
             for attempt in range(_TRIES):
@@ -319,8 +345,8 @@ class Nodes:
 class _Told(Peers):
     """Peers who have said what they hold."""
 
-    def __init__(self, orders: Orders, states: Sequence[Mapping[str, Any]]) -> None:
-        super().__init__(orders)
+    def __init__(self, orders: Orders, rank: int, states: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(orders, rank, is_sealed=True)
         self._states = states
 
     def state(self, rank: int, id: CheckpointId) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from collections import Counter
 from typing import Final
 
 from stepwell.adapters.scr.events import Output, OutputDiscarded
-from stepwell.adapters.scr.files import look, relative_to, take_in
+from stepwell.adapters.scr.files import Description, look, relative_to, take_in
 from stepwell.adapters.scr.flush import conclude
 from stepwell.adapters.scr.index import CHECKPOINT, OUTPUT
 from stepwell.adapters.scr.job import Job
@@ -44,8 +44,14 @@ class Outputs:
         self.began = time.monotonic()
 
     def start(self, name: str, flags: int) -> None:
-        """Give a dataset its number. Raises ConfigError, on all ranks, if they do not mean the same one."""
+        """Give a dataset its number, and one without a name SCR's name.
+
+        Raises ConfigError, on all ranks, if they do not mean the same one.
+        """
         job = self._job
+        name = name or f"scr.dataset.{job.last + 1}"
+        with contextlib.suppress(TypeError, ValueError):  # told to all below
+            flags = int(flags)
         problem = _problem(name, flags)
         told = job.group.all_gather([name, flags, problem], "start_output")
         for rank, (other, its_flags, its_problem) in enumerate(told):
@@ -111,7 +117,9 @@ class Outputs:
         job, problem = self._job, None
         number = job.number + bool(self.flags & CHECKPOINT)
         try:
-            record = take_in(job.work, job.home, job.run, self.id, job.owner, self.name, self.flags, number)
+            about = Description(self.name, self.flags, number)
+            keep = job.settings.is_keeping_modes
+            record = take_in(job.work, job.home, job.run, self.id, job.owner, about, keep=keep)
             assemble.leave_record(job.home, record)
         except (OSError, StepwellError) as error:
             problem = f"{type(error).__name__}: {error}"

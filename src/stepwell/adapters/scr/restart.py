@@ -9,12 +9,13 @@ Holds:   all ranks are offered the same one. It is offered only after every part
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepwell.adapters.scr.events import Passed, Restarted
-from stepwell.adapters.scr.files import Description, relative_to
+from stepwell.adapters.scr.events import Passed, Restarted, Unknown
+from stepwell.adapters.scr.files import Description, Kept, relative_to
 from stepwell.adapters.scr.flush import remove
 from stepwell.adapters.scr.index import CHECKPOINT
 from stepwell.adapters.scr.job import Job
@@ -38,7 +39,7 @@ class Restarts:
         self._offered: tuple[CheckpointId, str, int] | None = None
         self._tried: set[CheckpointId] = set()
         self._done_with: int | None = None
-        self._table: dict[str, tuple[int, str]] = {}
+        self._table: dict[str, tuple[int, str, Kept | None]] = {}
 
     @property
     def is_offered(self) -> bool:
@@ -135,21 +136,38 @@ class Restarts:
         mine = {}
         for rank, record in near_records(job.home, id, size).items():
             if rank in job.nodes.parts_of(size):
-                mine.update({path: [rank, file] for file, path in Description.of(record).paths.items()})
+                about = Description.of(record)
+                kept = {file: [one.mode, one.changed] for file, one in about.kept.items()}
+                mine.update({path: [rank, file, kept.get(file)] for file, path in about.paths.items()})
         job.work.clear()
         tables = job.group.all_gather(mine, "start_restart")
-        self._table = {path: (rank, file) for table in tables for path, (rank, file) in table.items()}
+        self._table = {
+            path: (rank, file, None if kept is None else Kept(*kept))
+            for table in tables
+            for path, (rank, file, kept) in table.items()
+        }
         return name
 
     def route(self, path: str) -> str:
         """Where to read a file. Local; one of another rank is copied here. ConfigError, OSError, DamagedError."""
         assert self._offered is not None
         job, (id, name, _) = self._job, self._offered
-        relative = relative_to(job.settings.prefix, path)
-        if relative not in self._table:
+        relative = self._known_as(path)
+        if relative is None:
             raise ConfigError(f"route_file({path!r}): not in {name!r}, which holds {len(self._table)} other files")
-        rank, file = self._table[relative]
-        return str(job.work.show(job.nodes.fetch_file(id, rank) / file, relative))
+        rank, file, kept = self._table[relative]
+        return str(job.work.show(job.nodes.fetch_file(id, rank) / file, relative, kept))
+
+    def _known_as(self, path: str) -> str | None:
+        """The path under which a file is in the dataset. As in SCR the last part of it will do, if only one has it."""
+        with contextlib.suppress(ConfigError):  # not below the prefix
+            if (relative := relative_to(self._job.settings.prefix, path)) in self._table:
+                return relative
+        parts = set(self._job.nodes.parts_of(self._job.group.size))
+        same = [name for name in self._table if os.path.basename(name) == os.path.basename(path)]
+        mine = [name for name in same if self._table[name][0] in parts]
+        found = mine or same
+        return found[0] if len(found) == 1 else None
 
     def complete(self, valid: bool) -> bool:
         """Whether all ranks could use it."""
@@ -196,42 +214,56 @@ class Restarts:
 
     # -- by name ------------------------------------------------------------------------------------------------------
 
-    def _find(self, name: str) -> CheckpointId:
-        """The newest dataset of that name, in a cache or in the prefix. Collective. Raises ConfigError."""
+    def _find(self, call: str, name: str, flags: int = 0) -> CheckpointId | None:
+        """The newest dataset of that name and with these flags, in a cache or in the prefix. Collective.
+
+        None, and an event, if there is none: as in SCR the call succeeds then.
+        """
         job = self._job
         job.nodes.share()
-        cached = [id for id, known in job.nodes.known.items() if known.name == name]
+        cached = [id for id, known in job.nodes.known.items() if known.name == name and known.flags & flags == flags]
 
-        def find() -> str:
-            listed = [item.id for item in job.prefix.datasets() if item.name == name]
+        def find() -> str | None:
+            known = [(item.id, item.description) for item in job.prefix.datasets()]
+            listed = [id for id, found in known if found and found.name == name and found.flags & flags == flags]
             if not listed and not cached:
-                raise ConfigError(f"{name!r}: no dataset of this name, neither in a cache nor in the prefix")
+                job.log.emit(Unknown(call=call, name=name))
+                return None
             return max([*listed, *cached]).directory
 
-        id = CheckpointId.parse(lead(job.group, f"the dataset {name}", find))
-        assert id is not None
-        return id
+        directory = lead(job.group, f"the dataset {name}", find)
+        return None if directory is None else CheckpointId.parse(directory)
 
     def current(self, name: str) -> None:
         """The program loaded that one by itself: it is gone on from, and what is newer becomes another history."""
-        job, id = self._job, self._find(name)
+        job, id = self._job, self._find("current", name, CHECKPOINT)
+        if id is None:
+            return
         lead(job.group, "the current dataset", lambda: job.prefix.set_current(name, is_pinned=True))
+        if job.settings.is_dropping_later:
+            later = sorted(other for other in {*job.whole, *job.results} if other > id)
+
+            def drop_later() -> None:
+                job.prefix.drop([*(item.id for item in job.prefix.datasets() if item.id > id), *later])
+
+            lead(job.group, "later datasets are dropped", drop_later)
+            for other in later:
+                self._let_go(other)
         self._offered = None
         self._go_on_from(id)
 
     def drop(self, name: str) -> None:
         """Not to be offered or listed any more; its files stay."""
-        job, id = self._job, self._find(name)
-
-        def change() -> None:
-            job.prefix.change_index(lambda index: replace(index, dropped=(*index.dropped, id.directory)))
-
-        lead(job.group, "a dataset is dropped", change)
-        self._let_go(id)
+        job, id = self._job, self._find("drop", name)
+        if id is not None:
+            lead(job.group, "a dataset is dropped", lambda: job.prefix.drop([id]))
+            self._let_go(id)
 
     def delete(self, name: str) -> None:
         """Its files and its names go, from caches and prefix."""
-        job, id = self._job, self._find(name)
+        job, id = self._job, self._find("delete", name)
+        if id is None:
+            return
         job.carrier.cancel(id)
         self._let_go(id)
         job.group.barrier("a dataset is deleted")  # nobody carries it any more

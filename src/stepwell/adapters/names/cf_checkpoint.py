@@ -1,0 +1,5 @@
+"""`from cf_checkpoint import CFCheckpoint`."""
+
+from stepwell.adapters.checkfreq import CFCheckpoint
+
+__all__ = ["CFCheckpoint"]

@@ -1,0 +1,37 @@
+"""The mark that lets the shared place know how far the nodes are, beside `tests/levels/test_forgotten.py`."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepwell.agent import marker
+from stepwell.errors import FencedError
+from stepwell.journal import EventLog
+from stepwell.store.paths import RunPaths
+from stepwell.types import CheckpointId
+
+
+def test_who_is_fenced_has_nothing_left_to_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its agent waits for that at the end."""
+    asked = threading.Event()
+
+    def fence(*_: Any) -> None:
+        asked.set()
+        raise FencedError("lineage 2 continues this run", lineage=1, newest=2)
+
+    monkeypatch.setattr(marker, "check_fence", fence)
+    of_run = marker.Marker(RunPaths(tmp_path), "run", "cache", EventLog(tmp_path / "events.jsonl", who="agent"))
+    of_run.note(CheckpointId(1, 0, 1))
+    assert not of_run.is_idle
+    of_run.start()
+    assert asked.wait(10)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "stepwell-mark"] or [None]
+    if thread is not None:
+        thread.join(10)
+    assert of_run.is_idle
+    of_run.note(CheckpointId(2, 0, 1))
+    assert of_run.is_idle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +36,18 @@ def test_who_is_fenced_has_nothing_left_to_write(monkeypatch: pytest.MonkeyPatch
     assert of_run.is_idle
     of_run.note(CheckpointId(2, 0, 1))
     assert of_run.is_idle
+
+
+def test_what_a_killed_agent_left_is_gone_after_the_next_mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A temporary file of `nodes.json`, and nothing else that lies beside it."""
+    monkeypatch.setattr(marker, "check_fence", lambda *_: None)
+    (tmp_path / "nodes.json.4230942968.20409.tmp").write_bytes(b"{")
+    (tmp_path / "notes.tmp").write_bytes(b"of the user")
+    of_run = marker.Marker(RunPaths(tmp_path), "run", "cache", EventLog(tmp_path / "events.jsonl", who="agent"))
+    of_run.note(CheckpointId(1, 0, 1))
+    of_run.start()
+    until = time.monotonic() + 10
+    while not of_run.is_idle and time.monotonic() < until:
+        time.sleep(0.01)
+    of_run.close()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".jsonl") == ["nodes.json", "notes.tmp"]

@@ -15,7 +15,7 @@ from stepwell.errors import FencedError, StepwellError
 from stepwell.journal import EventLog
 from stepwell.levels.events import MarkFailed
 from stepwell.store.commit import check_fence
-from stepwell.store.mark import Mark, leave_mark
+from stepwell.store.mark import Mark, leave_mark, remove_unfinished
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
@@ -71,6 +71,8 @@ class Marker:
             self._began_at = time.monotonic()
             try:
                 check_fence(self._paths, id)
+                if self._written is None:
+                    remove_unfinished(self._paths)
                 leave_mark(self._paths, Mark(self._run, id, self._cache))
             except FencedError:
                 return self.close()  # whoever continues the run knows better

@@ -25,7 +25,7 @@ from stepwell.store.paths import RunPaths
 
 _BY_PROCESS: Final = re.compile(r"\.(\d+)\.tmp$")
 _IN_RUN: Final = re.compile(
-    r"^(run\.json|storage\.json|secret)(\.\d+)+\.tmp$|^spare\..+\.l\d+\.tmp$|^events\..*kept\.jsonl\.tmp$"
+    r"^(run\.json|storage\.json|nodes\.json|secret)(\.\d+)+\.tmp$|^spare\..+\.l\d+\.tmp$|^events\..*kept\.jsonl\.tmp$"
 )
 _IN_LINEAGES: Final = re.compile(r"^\d+\.json(\.\d+)+\.tmp$")
 

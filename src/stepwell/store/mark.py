@@ -14,6 +14,7 @@ from typing import Final
 from stepwell.errors import DamagedError
 from stepwell.format.document import Fields, seal, unseal
 from stepwell.store import files
+from stepwell.store.objects import ObjectPath
 from stepwell.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
@@ -53,3 +54,12 @@ def read_mark(paths: RunPaths) -> Mark | None:
 def leave_mark(paths: RunPaths, mark: Mark) -> None:
     """Durable on return. Raises OSError."""
     files.put(paths.nodes, mark.dump(), point="nodes")
+
+
+def remove_unfinished(paths: RunPaths) -> None:
+    """Remove what a writer that was killed has left beside the file: there is one writer at a time. Raises OSError."""
+    if isinstance(paths.root, ObjectPath):
+        return  # in a bucket nothing has a temporary name
+    for name in files.list_names(paths.root, follow=True):
+        if name.startswith(f"{paths.nodes.name}.") and name.endswith(files.TEMPORARY):
+            files.remove(paths.root / name)

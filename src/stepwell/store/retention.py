@@ -105,7 +105,7 @@ def remove_strays(paths: RunPaths, entries: Sequence[Entry], lineage: int) -> No
         for name in files.list_names(directory, follow=True):
             final = name.partition(".json.")[0]
             is_taken = final in ("run", "storage") or (final.isdecimal() and int(final) <= lineage)
-            is_taken = is_taken or directory in committed
+            is_taken = is_taken or directory in committed or (name.startswith("secret.") and directory == paths.root)
             if (is_taken and name.endswith(files.TEMPORARY)) or is_left_over(name, lineage):
                 files.remove(directory / name)
     if paths.known is not None:

@@ -26,21 +26,21 @@ soak: $(STAMP)
 
 # MPI, Horovod, Azurite and Triton are installed beside the virtual environment, in build: without them their tests skip.
 test-mpi: $(STAMP)
-	@tests/groups/get_mpi.sh $(PY)
-	@PYTHONPATH=$(CURDIR)/build/mpi $(PY) -m pytest tests/groups tests/adapters/test_scr_frameworks.py -k mpi
+	@tests/ranks/groups/get_mpi.sh $(PY)
+	@PYTHONPATH=$(CURDIR)/build/mpi $(PY) -m pytest tests/ranks/groups tests/adapters/test_scr_frameworks.py -k mpi
 
 test-horovod: $(STAMP)
-	@tests/groups/get_horovod.sh $(CURDIR)/$(PY)
-	@PYTHONPATH=$(CURDIR)/build/horovod/site $(PY) -m pytest tests/groups tests/adapters/test_scr_frameworks.py -k horovod
+	@tests/ranks/groups/get_horovod.sh $(CURDIR)/$(PY)
+	@PYTHONPATH=$(CURDIR)/build/horovod/site $(PY) -m pytest tests/ranks/groups tests/adapters/test_scr_frameworks.py -k horovod
 
 test-azure: $(STAMP)
 	@test -d build/azurite/node_modules/azurite || npm install --silent --no-audit --no-fund --prefix build/azurite azurite
-	@$(PY) -m pytest tests/objects/test_azure.py
+	@$(PY) -m pytest tests/storage/objects/test_azure.py
 
 # Kernels by Triton's interpreter, on the CPU.
 test-triton: $(STAMP)
 	@test -d build/triton/triton || $(PIP_INSTALL) --no-deps --constraint constraints.txt --target build/triton triton
-	@PYTHONPATH=$(CURDIR)/build/triton $(PY) -m pytest -n 2 tests/codecs/test_device.py tests/deltas/test_device.py tests/benchmarks/test_lc.py -k device
+	@PYTHONPATH=$(CURDIR)/build/triton $(PY) -m pytest -n 2 tests/storage/codecs/test_device.py tests/storage/chain/test_device.py tests/benchmarks/test_lc.py -k device
 
 # Hosts with networks, disks and process tables of their own. Needs root and iproute2, and skips with the reason.
 test-hosts: $(STAMP)
@@ -48,7 +48,7 @@ test-hosts: $(STAMP)
 
 demo: $(STAMP)
 	@echo "training on handwritten digits twice: once uninterrupted, once with five kills (about a minute)"
-	@$(PY) -m stepwell.cli.main prove --kills 5 --out build/demo -- $(PY) examples/digits.py
+	@$(PY) -m stepwell.tools.cli.main prove --kills 5 --out build/demo -- $(PY) examples/digits.py
 
 lint: $(STAMP)
 	@$(PY) -m ruff check .

@@ -16,10 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from stepwell.agent.client import AgentClient
-from stepwell.journal import EventLog
-from stepwell.store.lineage import create_next, open_run
-from stepwell.store.paths import RunPaths
+from stepwell.events.journal import EventLog
+from stepwell.handover.client import AgentClient
+from stepwell.storage.store.lineage import create_next, open_run
+from stepwell.storage.store.paths import RunPaths
 
 LIMIT_SECONDS, LIMIT_BYTES = 0.15, 45_000_000
 

@@ -75,7 +75,7 @@ def checkpointed(given: Any, folder: str) -> Any:
 
 def wrapped(given: Any) -> Any:
     """What `ckpt.data` is, alone."""
-    from stepwell.data.batches import Batches
+    from stepwell.training.data.batches import Batches
 
     data = Batches(given)
     data.begin(7)
@@ -117,8 +117,8 @@ def one_call(call: Callable[[], Any], count: int) -> dict[str, float]:
 
 def resumes(rounds: int) -> dict[str, float]:
     """Seconds to the first batch, in turns."""
-    from stepwell.data.choose import make_source
-    from stepwell.data.cursor import Cursor
+    from stepwell.training.data.cursor import Cursor
+    from stepwell.training.data.source_choice import make_source
 
     source = make_source(DataLoader(Cheap(10**10), SIZE, shuffle=True, collate_fn=as_it_is), 7)
     times: dict[int, list[float]] = {0: [], 10**9: []}
@@ -132,7 +132,7 @@ def resumes(rounds: int) -> dict[str, float]:
 
 
 def measure(folder: str, *, quick: bool) -> dict[str, Any]:
-    from stepwell.data.augment import Ticket, seed_generators
+    from stepwell.training.data.augment import Ticket, seed_generators
 
     many, few = (4, 3) if quick else (40, 15)
     result: dict[str, Any] = {}

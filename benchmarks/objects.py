@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "objects")
     args = parser.parse_args()
-    from tests.objects.server import Server
+    from tests.storage.objects.server import Server
 
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
@@ -49,8 +49,8 @@ def measure(gigabytes: float, rounds: int) -> str:
     import torch
 
     import stepwell
-    from stepwell.store import objects
-    from stepwell.store.objects import ObjectPath
+    from stepwell.storage.store import objects
+    from stepwell.storage.store.objects import ObjectPath
 
     torch.set_num_threads(1)
     count = int(gigabytes * 1e9 / 4 / 8)
@@ -96,7 +96,7 @@ def _read(path: object, nbytes: int) -> None:
     """The bare client: 16 ranges of 4 MiB at a time, as many as a restore asks for."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from stepwell.store import objects
+    from stepwell.storage.store import objects
 
     size = 4 << 20
     buffers = {}

@@ -30,7 +30,7 @@ import numpy
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "src"))
 
-from stepwell.levels.codes import SLICE_BYTES, Layout, encode, encode_stripe, rebuild  # noqa: E402
+from stepwell.levels.protect.erasure import SLICE_BYTES, Layout, encode, encode_stripe, rebuild  # noqa: E402
 
 CASES = [(1, 4), (1, 8), (2, 4), (2, 8)]
 

@@ -6,7 +6,8 @@ A process makes a model and its AdamW state of the given size, saves it and kill
 arena, a third from disk, with the page cache dropped (as root). Each measures the limit beside it: the host-to-device
 copy from page-locked memory, or on a CPU the parallel copy in memory, and the direct read of the same file by 1 to 16
 threads, best of all. Prints phases, limits and the share reached. --sweep reads the same bytes from memory and from
-disk by 1 to 16 threads, with and without huge pages in the staging: the constants of `restore/read.py` and `place.py`.
+disk by 1 to 16 threads, with and without huge pages in the staging: the constants of `restore/verified_read` and
+`restore/into_tensors`.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from typing import Any
 import torch
 
 import stepwell
-import stepwell.holdings
-import stepwell.reopen
+import stepwell.restore.from_memory
 import stepwell.restore.load
-import stepwell.search
-from stepwell.format.record import Record
-from stepwell.journal import read_events
-from stepwell.restore import place
+import stepwell.restore.open_run
+import stepwell.restore.search
+from stepwell.events.journal import read_events
+from stepwell.restore import into_tensors
 from stepwell.restore.load import load_record
-from stepwell.restore.read import FileSource, MemorySource
-from stepwell.state.tracked import track
+from stepwell.restore.verified_read import FileSource, MemorySource
+from stepwell.storage.format.record import Record
+from stepwell.training.state.tracked import track
 
 BLOCK_BYTES = 4 << 20
 
@@ -89,19 +90,19 @@ def timed(spent: dict[str, float], owner: Any, name: str, label: str) -> Iterato
 
 
 PHASES = (
-    (stepwell.holdings, "find_orphan", "ask agent"),
-    (stepwell.reopen.catalog, "scan", "scan directory"),
-    (stepwell.reopen.catalog, "read_record", "read record"),
-    (stepwell.holdings.Record, "load", "parse record (arena)"),
+    (stepwell.restore.from_memory, "find_orphan", "ask agent"),
+    (stepwell.restore.open_run.catalog, "scan", "scan directory"),
+    (stepwell.restore.open_run.catalog, "read_record", "read record"),
+    (stepwell.restore.from_memory.Record, "load", "parse record (arena)"),
     (stepwell.restore.load, "Fit", "compare with live"),
     (stepwell.restore.load.Fit, "targets", "fresh tensors"),
     (stepwell.restore.load, "read_record_leaves", "read, verify, place"),
     (stepwell.restore.load, "Placing", "prepare placing"),
     (stepwell.restore.load, "unflatten", "build state"),
     (stepwell.restore.load, "_give", "load_state_dict"),
-    (stepwell.reopen, "create_next", "new lineage"),
-    (stepwell.search, "load", "= load in all"),
-    (stepwell.search.Search, "_try", "= load and events"),
+    (stepwell.restore.open_run, "create_next", "new lineage"),
+    (stepwell.restore.search, "load", "= load in all"),
+    (stepwell.restore.search.Search, "_try", "= load and events"),
 )
 
 
@@ -209,9 +210,9 @@ def sweep(arguments: argparse.Namespace) -> None:
     measure("warm-up", 8, MemorySource, fd, 0, nbytes, "sweep")
     for threads in (4, 8, 12, 16) if nbytes > 4e9 else (1, 2, 4, 8, 16):
         if arguments.device == "cuda":
-            place.HUGE_PAGES = False
+            into_tensors.HUGE_PAGES = False
             measure("memory, small pages", threads, MemorySource, fd, 0, nbytes, "sweep")
-            place.HUGE_PAGES = True
+            into_tensors.HUGE_PAGES = True
         measure("memory", threads, MemorySource, fd, 0, nbytes, "sweep")
         measure("disk", threads, FileSource, shard)
     print(json.dumps({"nbytes": nbytes, **found}))

@@ -1,4 +1,4 @@
-"""How fast one node reads another node's files (`levels/serve`, `levels/fetch`), over loopback.
+"""How fast one node reads another node's files (`levels/peers/server`, `levels/peers/fetch`), over loopback.
 
     python benchmarks/transfer.py [--mib 512] [--tries 5] [--sealed | --tls FOLDER]
 
@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-from stepwell.levels.fetch import MAX_STREAMS, Peer
-from stepwell.levels.serve import PeerServer
-from stepwell.levels.tls import NAME, client_context, server_context
+from stepwell.levels.peers.fetch import MAX_STREAMS, Peer
+from stepwell.levels.peers.server import PeerServer
+from stepwell.levels.peers.tls import NAME, client_context, server_context
 
 RUN, CHECKPOINT, SECRET = "0123456789abcdef", "step-000000000012.l0001", "ab" * 32
 MIB = 1 << 20

@@ -26,13 +26,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stepwell.agent.client import AgentClient
-from stepwell.arena.memory import Arena, ArenaShape, whole_pages
-from stepwell.format.record import LeafEntry
-from stepwell.format.shard import LeafSpec, lay_out
-from stepwell.journal import EventLog, read_events
-from stepwell.store.lineage import create_next, open_run
-from stepwell.store.paths import RunPaths
+from stepwell.events.journal import EventLog, read_events
+from stepwell.handover.client import AgentClient
+from stepwell.handover.memory import Arena, ArenaShape, whole_pages
+from stepwell.storage.format.record import LeafEntry
+from stepwell.storage.format.shard import LeafSpec, lay_out
+from stepwell.storage.store.lineage import create_next, open_run
+from stepwell.storage.store.paths import RunPaths
 
 THREADS, MIB = (1, 2, 4, 8, 16), (1, 4, 16)
 BUDGET_SECONDS = 25.0

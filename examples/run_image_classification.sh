@@ -43,7 +43,7 @@ train automatic
 # Steps over checkpoints: what the automatic run came to.
 frequency=$("$python" - "$output/automatic/events.jsonl" <<'PY'
 import sys
-from stepwell.journal import read_events
+from stepwell.events.journal import read_events
 from pathlib import Path
 steps = [event["step"] for event in read_events(Path(sys.argv[1])) if event["kind"] == "commit"]
 print(max(1, max(steps) // max(1, len(set(steps)))))

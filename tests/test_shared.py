@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from stepwell import shared
 from stepwell.errors import GroupError, PersistError
+from stepwell.events.rank_events import Sharing
+from stepwell.ranks import share_rounds
 from stepwell.ranks.claims import Message
-from stepwell.ranks.events import Sharing
-from stepwell.shared import Shared
-from stepwell.snapshot.guard import Guard
-from stepwell.snapshot.reading import Reading
-from stepwell.state.capture import Capture
-from stepwell.state.flatten import Flat
-from stepwell.state.tracked import track
+from stepwell.ranks.share_rounds import Shared
+from stepwell.training.snapshot.digests import Reading
+from stepwell.training.snapshot.guard import Guard
+from stepwell.training.state.capture import Capture
+from stepwell.training.state.flatten import Flat
+from stepwell.training.state.tracked import track
 
 
 class Rank:
@@ -122,8 +122,10 @@ def test_a_save_that_waits_gets_the_verdict_at_once(make: Any) -> None:
 
 def test_the_training_thread_neither_hashes_nor_encodes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
-    inner = shared.Claims.of
-    monkeypatch.setattr(shared.Claims, "of", lambda held: threads.append(threading.current_thread()) or inner(held))
+    inner = share_rounds.Claims.of
+    monkeypatch.setattr(
+        share_rounds.Claims, "of", lambda held: threads.append(threading.current_thread()) or inner(held)
+    )
     job = make(3)
     job.agree(1)
     assert len(threads) == 3 and threading.main_thread() not in threads
@@ -198,7 +200,7 @@ def test_control_without_the_guard_unequal_tensors_are_taken_for_equal(
 
 
 def test_ranks_that_do_not_tell_are_torn(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_TORN_SECONDS", 0.0)
+    monkeypatch.setattr(share_rounds, "_TORN_SECONDS", 0.0)
     job = make(2)
     assert job.ranks[0].cut(1) is None
     wait_for(lambda: job.ranks[0].shared.is_torn)
@@ -213,7 +215,7 @@ def test_a_lost_rank_ends_the_wait(make: Any) -> None:
 
 
 def test_a_wait_has_an_end(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "default_seconds", lambda: 0.05)
+    monkeypatch.setattr(share_rounds, "default_seconds", lambda: 0.05)
     job = make(2)
     with pytest.raises(PersistError, match=r"did not agree within 0\.05 s"):
         job.ranks[0].cut(1, block=True)

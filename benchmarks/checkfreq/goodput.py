@@ -30,8 +30,8 @@ from trainer import FIRST, Lives, Warm
 
 sys.path.append(str(record.REPOSITORY))  # the simulator is the tests'
 
-from stepwell.policy.interval import Costs, choose
-from tests.policy.simulator import Failures, goodput
+from stepwell.training.policy.interval import Costs, choose
+from tests.training.policy.simulator import Failures, goodput
 
 CASES = {
     "a run of one node: C 0.2 s, durable 4 s, restart 60 s, MTBF 1 h": Costs(0.2, 4.0, 60.0, 3600.0),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepwell.journal import read_events
+from stepwell.events.journal import read_events
 
 
 @dataclass

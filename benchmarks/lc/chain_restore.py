@@ -34,24 +34,24 @@ from restore import drop_caches, host_limit, in_threads, reader, timed
 from torch.nn import functional
 
 import stepwell
-import stepwell.chains
-import stepwell.codecs.replay
-import stepwell.reopen
-from stepwell.codecs.layout import Leaf, arrange
-from stepwell.codecs.parts import Memory, apply, code, read
-from stepwell.codecs.spec import parse
+import stepwell.restore.from_chain
+import stepwell.restore.open_run
+import stepwell.storage.chain.replay
+from stepwell.storage.codecs.assignment import Leaf, arrange
+from stepwell.storage.codecs.codec_spec import parse
+from stepwell.storage.codecs.parts import Memory, apply, code, read
 
 LAYERS, LENGTH = 10, 64
 ENTRIES = 8 << 20
 PHASES = (
-    (stepwell.chains, "_read_base", "base: read, check"),
-    (stepwell.codecs.replay.Image, "settle", "digest: base, what is held"),
-    (stepwell.codecs.replay.Image, "digest", "digests: base and end, the rest"),
-    (stepwell.codecs.replay._Batch, "add", "records: parse"),
-    (stepwell.codecs.replay._Batch, "apply", "records: unpack, apply"),
-    (stepwell.chains, "restore", "= base, records, digests in all"),
-    (stepwell.chains, "_part", "checksums of the image"),
-    (stepwell.reopen, "load", "into the live objects"),
+    (stepwell.restore.from_chain, "_read_base", "base: read, check"),
+    (stepwell.storage.chain.replay.Image, "settle", "digest: base, what is held"),
+    (stepwell.storage.chain.replay.Image, "digest", "digests: base and end, the rest"),
+    (stepwell.storage.chain.replay._Batch, "add", "records: parse"),
+    (stepwell.storage.chain.replay._Batch, "apply", "records: unpack, apply"),
+    (stepwell.restore.from_chain, "restore", "= base, records, digests in all"),
+    (stepwell.restore.from_chain, "_part", "checksums of the image"),
+    (stepwell.restore.open_run, "load", "into the live objects"),
 )
 
 
@@ -163,7 +163,7 @@ class Watch:
 def records(options: argparse.Namespace) -> dict[str, int]:
     """Number and bytes of those of the newest chain."""
     newest = max((Path(options.run) / "chains").iterdir())
-    from stepwell.codecs.listing import list_records
+    from stepwell.storage.chain.chain_listing import list_records
 
     found = list_records(newest)
     return {"count": len(found), "nbytes": sum(item.nbytes for item in found)}
@@ -207,7 +207,7 @@ def arithmetic(options: argparse.Namespace, nbytes: int) -> float:
 
 @contextlib.contextmanager
 def one_thread():
-    from stepwell.codecs import parts
+    from stepwell.storage.codecs import parts
 
     usual = parts._SHARED_NBYTES
     parts._SHARED_NBYTES = 1 << 62

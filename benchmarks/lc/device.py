@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from report import rows, save, wait_while_quiet
 
-from stepwell.codecs.layout import Deltas, Leaf, arrange
-from stepwell.codecs.spec import Uniform, parse
-from stepwell.codecs.tables import stored_bits
+from stepwell.storage.codecs.assignment import Deltas, Leaf, arrange
+from stepwell.storage.codecs.codec_spec import Uniform, parse
+from stepwell.storage.codecs.tables import stored_bits
 
 SCHEMES = ("lc(bits=2)", "lc(bits=3)", "ternary", "uniform(step=1)")
 
@@ -80,7 +80,7 @@ def copying(model: Model, clock: Clock, repeats: int) -> float:
 
 
 def measure(scheme: str, model: Model, clock: Clock, repeats: int, copy: float) -> dict[str, Any]:
-    from stepwell.codecs.device import DeviceCoder
+    from stepwell.storage.codecs.device.device_coder import DeviceCoder
 
     spec = parse(scheme)
     (part,) = arrange(model.leaves, Deltas(parameters=spec, small="pool"))

@@ -137,7 +137,7 @@ def send(loss: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
 
 def open_run(options: argparse.Namespace, model, optimizer, loader):
     import stepwell
-    from stepwell.codecs.spec import parse
+    from stepwell.storage.codecs.codec_spec import parse
 
     held = {"device": True, "first_moments": stepwell.Hold(), "second_moments": stepwell.Hold()}
     deltas = stepwell.Deltas(parameters=parse(options.deltas or "raw"), **(held if options.hold else {}))

@@ -14,8 +14,8 @@ from report import interval, rows, save, wait_while_quiet
 from schemes import chain
 from workloads import KINDS, State, Workload
 
-from stepwell.codecs.lossless import top_codes, top_values
-from stepwell.codecs.spec import LC, Ternary
+from stepwell.storage.codecs.codec_spec import LC, Ternary
+from stepwell.storage.codecs.lossless import top_codes, top_values
 
 FAILURE, INTERVAL, AHEAD = 250, 25, 100
 Arms = dict[str, tuple[State, State, State]]

@@ -17,10 +17,10 @@ import torch
 from report import interval, rows, save, wait_while_quiet
 from workloads import KINDS, Workload
 
-from stepwell.codecs.chain import ChainWriter
-from stepwell.codecs.layout import Deltas, Leaf
-from stepwell.codecs.replay import restore
-from stepwell.codecs.spec import parse
+from stepwell.storage.chain.chain_writer import ChainWriter
+from stepwell.storage.chain.replay import restore
+from stepwell.storage.codecs.assignment import Deltas, Leaf
+from stepwell.storage.codecs.codec_spec import parse
 
 
 def measure(name: str, folder: Path, seed: int, steps: int, scheme: str) -> dict:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from stepwell.codecs.chain import ChainWriter
-from stepwell.codecs.layout import Deltas, Leaf
-from stepwell.codecs.replay import restore
-from stepwell.codecs.spec import Spec, parse
+from stepwell.storage.chain.chain_writer import ChainWriter
+from stepwell.storage.chain.replay import restore
+from stepwell.storage.codecs.assignment import Deltas, Leaf
+from stepwell.storage.codecs.codec_spec import Spec, parse
 
 State = dict[str, np.ndarray]
 BLOCK = 64

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from report import rows, save, wait_while_quiet
 
-from stepwell.codecs import parts
-from stepwell.codecs.image import Image
-from stepwell.codecs.layout import Deltas, Leaf, arrange
-from stepwell.codecs.parts import Memory, apply, code, read
-from stepwell.codecs.spec import parse
+from stepwell.storage.chain.chain_image import Image
+from stepwell.storage.codecs import parts
+from stepwell.storage.codecs.assignment import Deltas, Leaf, arrange
+from stepwell.storage.codecs.codec_spec import parse
+from stepwell.storage.codecs.parts import Memory, apply, code, read
 
 SCHEMES = ("lc(bits=2)", "lc(bits=3)", "ternary", "uniform(step=1)", "uniform(step=0.25)", "lc(bits=2,entropy=huffman)",
            "top(mantissa=3)", "zstd", "xor")  # fmt: skip

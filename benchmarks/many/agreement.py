@@ -35,7 +35,7 @@ MIXED_SHARDS = 8
 
 def leaves_of(case: str, rank: int, world: int, count: int) -> Iterator[tuple[str, tuple[int, ...], Any, str, str]]:
     """Name, whole shape, box, mesh and digest of what a rank holds: layers of a transformer, thrice for the moments."""
-    from stepwell.format.box import Box
+    from stepwell.storage.format.box import Box
 
     shards = {"sharded": world, "copies": 1, "mixed": MIXED_SHARDS, "worst": world}[case]
     index = rank % shards
@@ -54,10 +54,10 @@ def leaves_of(case: str, rank: int, world: int, count: int) -> Iterator[tuple[st
 
 def after(case: str, world: int, count: int) -> dict[str, Any]:
     """One round by the code as it is."""
-    from stepwell.format.checksum import block_digest
     from stepwell.ranks.claims import NO_DIGEST, Claims, Form, Listener
+    from stepwell.ranks.share_verdict import Verdict
     from stepwell.ranks.sharing import share
-    from stepwell.ranks.verdict import Verdict
+    from stepwell.storage.format.checksum import block_digest
 
     def claims_of(rank: int) -> Claims:
         found = {}
@@ -95,7 +95,7 @@ def after(case: str, world: int, count: int) -> dict[str, Any]:
 
 def before(case: str, world: int, count: int) -> dict[str, Any]:
     """One round by the first version: a list for each leaf, and the holders' numbers with each leaf of each rank."""
-    from stepwell.format.box import Box
+    from stepwell.storage.format.box import Box
     from tests.ranks.oracle import Claim, share
 
     clock, heard, told_bytes, said = Clock(), [], 0, 0.0

@@ -11,8 +11,8 @@ from typing import Any
 
 from many.records import make
 from many.report import Row
-from stepwell.format.manifest import Manifest
-from stepwell.store import assemble, commit
+from stepwell.storage.format.manifest import Manifest
+from stepwell.storage.store import assemble, commit
 
 ABOUT = __doc__
 COLUMNS = ("leader CPU s", "leader s", "memory MB", "manifest MB")

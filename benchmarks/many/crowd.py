@@ -24,8 +24,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stepwell.groups import distributed
-from stepwell.groups import group as group_module
+from stepwell.ranks.groups import group as group_module
+from stepwell.ranks.groups import torch_group
 
 STACK_BYTES = 256 << 10
 _PR_SET_PDEATHSIG = 1
@@ -78,13 +78,13 @@ class Process:
         self._pool = ThreadPoolExecutor(len(self.ranks))
         one = dist.TCPStore("127.0.0.1", self.port, None, False, timedelta(seconds=STORE_SECONDS))
         local = threading.local()
-        distributed._connect = lambda: Counted(one.clone())  # type: ignore[assignment]
+        torch_group._connect = lambda: Counted(one.clone())  # type: ignore[assignment]
         group_module._node_name = lambda: local.node
         for rank in self.ranks:
-            distributed.dist = SimpleNamespace(  # type: ignore[assignment]
+            torch_group.dist = SimpleNamespace(  # type: ignore[assignment]
                 get_rank=lambda rank=rank: rank, get_world_size=lambda: self.size, get_backend=lambda: "none"
             )
-            group = distributed.DistributedGroup()
+            group = torch_group.DistributedGroup()
             honest = group.open
 
             def open_named(seconds: float, group: Any = group, honest: Any = honest) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from many.crowd import Process, descriptors, play
 from many.report import Row
-from stepwell.groups.line import Line
+from stepwell.ranks.line.line import Line
 
 ABOUT = __doc__
 COLUMNS = (

@@ -52,8 +52,8 @@ def _run(size: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist  # noqa: F401
 
-    import stepwell.groups.distributed
-    import stepwell.groups.line  # noqa: F401
+    import stepwell.ranks.groups.torch_group
+    import stepwell.ranks.line.line  # noqa: F401
 
     torch.set_num_threads(1)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -83,8 +83,8 @@ def _be_rank(rank: int, size: int, listener: Any) -> dict[str, float]:
 
     import torch.distributed as dist
 
-    from stepwell.groups.choose import choose_group
-    from stepwell.groups.line import Line
+    from stepwell.ranks.groups.detect import choose_group
+    from stepwell.ranks.line.line import Line
 
     port, fd, seconds = listener.getsockname()[1], listener.detach(), timedelta(seconds=120)
     if rank == 0:

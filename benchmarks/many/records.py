@@ -9,10 +9,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from stepwell.format.record import FileEntry, LeafEntry, Record
-from stepwell.store import assemble, files
-from stepwell.store.lineage import create_next, open_run
-from stepwell.store.paths import RunPaths
+from stepwell.storage.format.record import FileEntry, LeafEntry, Record
+from stepwell.storage.store import assemble, files
+from stepwell.storage.store.lineage import create_next, open_run
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
 
 ROWS, COLUMNS, START, BLOCK = 4, 64, 4096, 1 << 20

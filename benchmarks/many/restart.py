@@ -16,9 +16,9 @@ from typing import Any
 from many.records import COLUMNS as WIDTH
 from many.records import ROWS, make, sample
 from many.report import Row
-from stepwell.format.box import Box
 from stepwell.restore.whole import Whole, parts_on_disk
-from stepwell.store import assemble, catalog, commit, files
+from stepwell.storage.format.box import Box
+from stepwell.storage.store import assemble, catalog, commit, files
 
 ABOUT = __doc__
 COLUMNS = (
@@ -88,14 +88,17 @@ def _same(paths: Any, id: Any, rank: int, *, is_new: bool) -> tuple[float, int, 
 
 @functools.cache
 def _questions(size: int, shape: tuple[int, ...]) -> list[Any]:
-    from stepwell.restore import find
+    from stepwell.restore import needed_records
 
-    return [find.load(find.dump({shape: {Box((rank * 2 * ROWS, 0), (2 * ROWS, WIDTH))}})) for rank in range(size)]
+    return [
+        needed_records.load(needed_records.dump({shape: {Box((rank * 2 * ROWS, 0), (2 * ROWS, WIDTH))}}))
+        for rank in range(size)
+    ]
 
 
 def _half(paths: Any, id: Any, rank: int, size: int, world: int) -> tuple[float, int, int]:
     """The rank's own work; what it hears from the others is worked out beside it, and not counted."""
-    from stepwell.restore import find
+    from stepwell.restore import needed_records
 
     with _Reads() as reads:
         started = time.perf_counter()
@@ -103,7 +106,9 @@ def _half(paths: Any, id: Any, rank: int, size: int, world: int) -> tuple[float,
         parts = parts_on_disk(paths, manifest)
         whole = Whole(parts, None, is_lazy=True)
         shape = (world * ROWS, WIDTH)
-        find.answer([parts[number].record for number in find.turns(rank, size, world)], _questions(size, shape))
+        needed_records.answer(
+            [parts[number].record for number in needed_records.turns(rank, size, world)], _questions(size, shape)
+        )
         wanted = {name: Box((rank * 2 * ROWS, 0), (2 * ROWS, WIDTH)) for name in whole.leaves}
         assert whole.lacking(wanted) or rank == 0
         whole.look_into([2 * rank, 2 * rank + 1])

@@ -72,11 +72,11 @@ def trigger(objects: dict[str, Any], change: Callable[[], object]) -> dict[str, 
     """Microseconds for a leaf, by part."""
     from itertools import count
 
-    from stepwell.snapshot.arrange import Arranger
-    from stepwell.snapshot.guard import Copies
-    from stepwell.state.capture import Capture
-    from stepwell.state.share import Cutter, held_box
-    from stepwell.state.tracked import track
+    from stepwell.training.snapshot.arrange import Arranger
+    from stepwell.training.snapshot.guard import Copies
+    from stepwell.training.state.capture import Capture
+    from stepwell.training.state.share import Cutter, held_box
+    from stepwell.training.state.tracked import track
 
     tracked = track(objects)
     numbers = count(1)
@@ -105,10 +105,10 @@ def first_look(megabytes: int) -> str:
     import torch
     from torch import nn
 
-    from stepwell.snapshot.reading import Reading
-    from stepwell.state.capture import Capture
-    from stepwell.state.fingerprint import content_digest
-    from stepwell.state.tracked import track
+    from stepwell.training.snapshot.digests import Reading
+    from stepwell.training.state.capture import Capture
+    from stepwell.training.state.fingerprint import content_digest
+    from stepwell.training.state.tracked import track
 
     model = nn.ParameterList(torch.randn(1 << 20) for _ in range(megabytes // 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

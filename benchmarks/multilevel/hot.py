@@ -20,7 +20,7 @@ from typing import Any
 import result
 from run import free_port
 
-from stepwell.launch import codes
+from stepwell.launch import exit_status
 from tests.launch.cluster import Cluster, losses_in
 
 SCRIPT = Path(__file__).with_name("digits.py")
@@ -99,7 +99,7 @@ def ours(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             loss["at"] -= started
         return {
             "losses": losses,
-            "ended": {"at": at - started, "codes": sorted(set(found.values())), "expected": codes.OUT_OF_SPARES},
+            "ended": {"at": at - started, "codes": sorted(set(found.values())), "expected": exit_status.OUT_OF_SPARES},
             "steps": timeline(job, started),
             "notes": [note for note in job.notes() if "accuracy" in note],
             "log": {step: sorted(found) for step, found in losses_in(folder).items()},

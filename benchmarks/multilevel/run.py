@@ -26,7 +26,7 @@ from typing import Any
 
 import result as results
 
-from stepwell.journal import read_events
+from stepwell.events.journal import read_events
 
 HERE = Path(__file__).resolve().parent
 WAYS = ("root", "single", "pairs", "xor", "rs")

@@ -15,9 +15,6 @@ if sys.platform != "linux":
 
 if TYPE_CHECKING:
     from stepwell.checkpointer import Checkpointer
-    from stepwell.codecs.layout import Deltas
-    from stepwell.codecs.spec import LC, Hold, Ternary, Uniform
-    from stepwell.data.loader import DataLoader
     from stepwell.errors import (
         AgentError,
         ConfigError,
@@ -30,45 +27,48 @@ if TYPE_CHECKING:
         StateError,
         StepwellError,
     )
-    from stepwell.levels.spec import Node, Pairs, Partner, ReedSolomon, Shared, Single, Xor
-    from stepwell.policy.auto import Auto
-    from stepwell.policy.every import Every, Never
-    from stepwell.snapshot.uploads import SaveHandle
+    from stepwell.levels.level_spec import Node, Pairs, Partner, ReedSolomon, Shared, Single, Xor
+    from stepwell.storage.codecs.assignment import Deltas
+    from stepwell.storage.codecs.codec_spec import LC, Hold, Ternary, Uniform
+    from stepwell.training.data.loader import DataLoader
+    from stepwell.training.loop.save_handle import SaveHandle
+    from stepwell.training.policy.auto import Auto
+    from stepwell.training.policy.every import Every, Never
     from stepwell.types import Keep, Status
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AgentError": "errors",
-    "Auto": "policy.auto",
+    "Auto": "training.policy.auto",
     "Checkpointer": "checkpointer",
     "ConfigError": "errors",
     "DamagedError": "errors",
     "DataError": "errors",
-    "DataLoader": "data.loader",
-    "Deltas": "codecs.layout",
-    "Every": "policy.every",
+    "DataLoader": "training.data.loader",
+    "Deltas": "storage.codecs.assignment",
+    "Every": "training.policy.every",
     "FencedError": "errors",
     "GroupError": "errors",
-    "Hold": "codecs.spec",
+    "Hold": "storage.codecs.codec_spec",
     "Keep": "types",
-    "LC": "codecs.spec",
-    "Never": "policy.every",
-    "Node": "levels.spec",
-    "Pairs": "levels.spec",
-    "Partner": "levels.spec",
+    "LC": "storage.codecs.codec_spec",
+    "Never": "training.policy.every",
+    "Node": "levels.level_spec",
+    "Pairs": "levels.level_spec",
+    "Partner": "levels.level_spec",
     "PersistError": "errors",
-    "ReedSolomon": "levels.spec",
+    "ReedSolomon": "levels.level_spec",
     "RestoreError": "errors",
-    "SaveHandle": "snapshot.uploads",
-    "Shared": "levels.spec",
-    "Single": "levels.spec",
+    "SaveHandle": "training.loop.save_handle",
+    "Shared": "levels.level_spec",
+    "Single": "levels.level_spec",
     "StateError": "errors",
     "Status": "types",
     "StepwellError": "errors",
-    "Ternary": "codecs.spec",
-    "Uniform": "codecs.spec",
-    "Xor": "levels.spec",
+    "Ternary": "storage.codecs.codec_spec",
+    "Uniform": "storage.codecs.codec_spec",
+    "Xor": "levels.level_spec",
 }
 
 __all__ = [

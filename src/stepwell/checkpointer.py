@@ -16,39 +16,40 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stepwell import events, journal, options
-from stepwell.agent.client import AgentClient
-from stepwell.codecs.spec import Spec
-from stepwell.data.batches import Batches
-from stepwell.data.steps import StepCounter
-from stepwell.ending import Ending
 from stepwell.errors import ConfigError
-from stepwell.home import Home
-from stepwell.iteration import Iteration
-from stepwell.leave import Leave
-from stepwell.levels.spec import Node, Shared, read_levels
-from stepwell.outcome import Outcomes
-from stepwell.own import OwnState
-from stepwell.pace import Pace
-from stepwell.policy.every import Every, Policy
-from stepwell.reopen import Reopened, load_only, reopen
-from stepwell.saving import Saving
-from stepwell.snapshot.snapshotter import Snapshotter
-from stepwell.snapshot.uploads import SaveHandle
-from stepwell.state.capture import Capture
-from stepwell.state.gradients import Gradients
-from stepwell.state.settings import settings
-from stepwell.state.tracked import hook
-from stepwell.state.tracked import track as track_objects
-from stepwell.state.untracked import Untracked
-from stepwell.store.history import TOLD
-from stepwell.store.paths import RunPaths
-from stepwell.store.progress import ProgressFile
-from stepwell.together import Together
+from stepwell.events import journal, run_events
+from stepwell.handover.client import AgentClient
+from stepwell.levels.level_spec import Node, Shared, read_levels
+from stepwell.ranks.member import Together
+from stepwell.restore.open_run import Reopened, load_only, reopen
+from stepwell.storage.codecs.codec_spec import Spec
+from stepwell.storage.store.learned import TOLD
+from stepwell.storage.store.paths import RunPaths
+from stepwell.storage.store.progress import ProgressFile
+from stepwell.training.data.batches import Batches
+from stepwell.training.data.steps import StepCounter
+from stepwell.training.loop import options
+from stepwell.training.loop.ending import Ending
+from stepwell.training.loop.forked_child import Home
+from stepwell.training.loop.iteration import Iteration
+from stepwell.training.loop.outcomes import Outcomes
+from stepwell.training.loop.preemption import Leave
+from stepwell.training.loop.run_state import OwnState
+from stepwell.training.loop.save import Saving
+from stepwell.training.loop.save_handle import SaveHandle
+from stepwell.training.loop.schedule import Pace
+from stepwell.training.policy.every import Every, Policy
+from stepwell.training.snapshot.snapshotter import Snapshotter
+from stepwell.training.state.capture import Capture
+from stepwell.training.state.gradients import Gradients
+from stepwell.training.state.settings import settings
+from stepwell.training.state.tracked import hook
+from stepwell.training.state.tracked import track as track_objects
+from stepwell.training.state.untracked import Untracked
 from stepwell.types import Keep, Status
 
 if TYPE_CHECKING:
-    from stepwell.codecs.layout import Deltas
+    from stepwell.storage.codecs.assignment import Deltas
 
 
 _open_runs: weakref.WeakValueDictionary[tuple[str, int], Ending] = weakref.WeakValueDictionary()
@@ -236,7 +237,7 @@ class Checkpointer:
         self._gradients.begin()
         if reopened.own is not None:
             for problem in self._own.load(reopened.own, reopened.derived_seed):
-                self._log.emit(events.Mismatch(problems=[problem]))
+                self._log.emit(run_events.Mismatch(problems=[problem]))
             for event in self._own.remarks(reopened.own, settings(self._tracked)):
                 self._log.emit(event)
         self._iteration.begin()
@@ -274,7 +275,7 @@ class Checkpointer:
         self._ensure_open()
         options.check_count(count)
         if self.data.at.epoch >= count or self._own.is_stopped:
-            self._log.emit(events.Finished(step=self._steps.step, again=True, early=self._own.is_stopped))
+            self._log.emit(run_events.Finished(step=self._steps.step, again=True, early=self._own.is_stopped))
             self.close()
             return
         self._own.is_finished = False
@@ -305,7 +306,7 @@ class Checkpointer:
     def _finish(self, *, is_stopped: bool) -> None:
         self._own.is_finished, self._own.is_stopped = True, is_stopped
         self._iteration.finish(self._ending.seconds)
-        self._log.emit(events.Finished(step=self._steps.step, again=False, early=is_stopped))
+        self._log.emit(run_events.Finished(step=self._steps.step, again=False, early=is_stopped))
         self.close()
 
     def step(self, *, batches: int | None = None) -> None:

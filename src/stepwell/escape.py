@@ -1,7 +1,7 @@
 """What a person is shown: nothing in it steers the terminal, forges a line of a log, or tells a secret.
 
 Owns:    the one rule for text that comes from files, other processes or addresses. Errors pass through it when they are
-         made, log lines when they are logged (`events`), output of commands when it is printed (`cli/output`).
+         made, log lines when they are logged (`events`), output of commands when it is printed (`tools/cli/output`).
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepwell.adapters.scr.files import FOLDER
-from stepwell.adapters.scr.index import Prefix
-from stepwell.store.paths import RunPaths
+from stepwell.adapters.scr.application_files import FOLDER
+from stepwell.adapters.scr.prefix_index import Prefix
+from stepwell.storage.store.paths import RunPaths
 from tests.crash.harness import Server, wait_for
 from tests.ranks.launch import Job, Launch
 
@@ -79,7 +79,7 @@ class ScrJob(Job):
         return [event["kind"] for rank in range(self.world) for event in self.rank_events(rank)]
 
     def rank_events(self, rank: int) -> list[dict[str, Any]]:
-        from stepwell.journal import read_events
+        from stepwell.events.journal import read_events
 
         return list(read_events(RunPaths(self.paths.root, rank).events))
 

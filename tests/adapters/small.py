@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from stepwell.adapters.checkfreq import CFCheckpoint, CFIterator, CFManager, CFMode
-from stepwell.store import catalog
-from stepwell.store.paths import RunPaths
-from tests.loop.small import Numbers, same
+from stepwell.storage.store import catalog
+from stepwell.storage.store.paths import RunPaths
+from tests.training.loop.small import Numbers, same
 
 __all__ = ["Small", "same"]
 

@@ -14,7 +14,7 @@ import torch
 import stepwell
 from stepwell.adapters.checkfreq import CFCheckpoint, CFIterator, CFManager, CFMode
 from tests.adapters.small import Small, same
-from tests.loop.small import Numbers
+from tests.training.loop.small import Numbers
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import torch
 import stepwell
 from stepwell import faults
 from stepwell.adapters.checkfreq import CFCheckpoint, CFIterator, CFManager, CFMode
-from stepwell.journal import read_events
+from stepwell.events.journal import read_events
 from tests.adapters.small import Small, same
 from tests.crash.harness import wait_for
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.journal import read_events
+from stepwell.events.journal import read_events
 from tests.adapters.scripts import Script
 from tests.crash.harness import Server, wait_for
 from tests.ranks.conftest import soak

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.journal import read_events
+from stepwell.events.journal import read_events
 from tests.adapters.train_ranks import BATCH, EPOCHS, SAMPLES
 
 SCRIPT = Path(__file__).parent / "train_ranks.py"

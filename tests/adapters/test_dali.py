@@ -11,7 +11,7 @@ import torch
 import stepwell
 from stepwell.adapters.dali import Resumable
 from stepwell.errors import DataError
-from stepwell.journal import read_events
+from stepwell.events.journal import read_events
 
 dali = pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed (nvidia-dali-cuda120, 955 MB)")
 COUNT = 22

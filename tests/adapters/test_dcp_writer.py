@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import stepwell
 from stepwell.adapters.dcp import StepwellReader
 from stepwell.adapters.dcp_writer import StepwellWriter
-from stepwell.store.catalog import scan
-from stepwell.store.paths import RunPaths
-from tests.cli.commands import good
+from stepwell.storage.store.catalog import scan
+from stepwell.storage.store.paths import RunPaths
 from tests.ranks.conftest import soak
+from tests.tools.cli.commands import good
 
 
 def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

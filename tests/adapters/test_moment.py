@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import pytest
 
-from stepwell.adapters.moment import Moment
+from stepwell.adapters.checkfreq.moment import Moment
 
 
 class Meter:

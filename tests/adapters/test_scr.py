@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from stepwell.adapters import scr
-from stepwell.adapters.scr.index import Halt, Prefix
+from stepwell.adapters.scr.parameter_sources import Config
 from stepwell.adapters.scr.parameters import HONOURED, IGNORED, Settings, settle
-from stepwell.adapters.scr.sources import Config
-from stepwell.cli.main import main
+from stepwell.adapters.scr.prefix_index import Halt, Prefix
 from stepwell.errors import ConfigError
-from stepwell.levels.spec import Partner, ReedSolomon, Single, Xor
-from stepwell.store.lineage import create_next
+from stepwell.levels.level_spec import Partner, ReedSolomon, Single, Xor
+from stepwell.storage.store.lineage import create_next
+from stepwell.tools.cli.main import main
 from tests.adapters.scr_job import flip
 from tests.adapters.test_scr_states import end, no_waiting_for_the_disk, place
 
@@ -265,7 +265,7 @@ def test_damage_in_cache_and_prefix_leads_to_the_older_one(place: Path) -> None:
 
 
 def test_control_without_the_check_the_damage_is_handed_out(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.adapters.scr.nodes.check_document", lambda path: None)
+    monkeypatch.setattr("stepwell.adapters.scr.all_caches.check_document", lambda path: None)
     scr.config("SCR_FLUSH=1")
     scr.init()
     write("one", {"f": b"1" * 3000})
@@ -526,7 +526,7 @@ def test_prove_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_precedence(place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     system = tmp_path / "system.conf"
-    monkeypatch.setattr("stepwell.adapters.scr.sources.SYSTEM_FILE", system)
+    monkeypatch.setattr("stepwell.adapters.scr.parameter_sources.SYSTEM_FILE", system)
     config = Config()
 
     def flush() -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.crash.harness import wait_for
-from tests.groups.launch import Launched
+from tests.ranks.groups.launch import Launched
 
 PROGRAM = Path(__file__).with_name("scr_program.py")
 SECONDS = 90.0

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from stepwell.cli.main import main
+from stepwell.tools.cli.main import main
 from tests.adapters.scr_job import ScrJob, flip
 from tests.adapters.scr_program import content
 from tests.crash.harness import Server, report

@@ -18,18 +18,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stepwell import journal
-from stepwell.agent.client import AgentClient
-from stepwell.agent.finding import make_whereabouts
 from stepwell.agent.queue import Layout, Pending
-from stepwell.arena.channel import Message
-from stepwell.arena.memory import FROZEN, Arena, ArenaShape, whole_pages
-from stepwell.format.record import LeafEntry, Record
-from stepwell.format.shard import LeafSpec, ShardLayout, lay_out
-from stepwell.restore.read import FileSource, read_record_leaves
-from stepwell.store import catalog
-from stepwell.store.lineage import create_next, open_run, read_run
-from stepwell.store.paths import RunPaths
+from stepwell.events import journal
+from stepwell.handover.channel import Message
+from stepwell.handover.client import AgentClient
+from stepwell.handover.find_agents import make_whereabouts
+from stepwell.handover.memory import FROZEN, Arena, ArenaShape, whole_pages
+from stepwell.restore.verified_read import FileSource, read_record_leaves
+from stepwell.storage.format.record import LeafEntry, Record
+from stepwell.storage.format.shard import LeafSpec, ShardLayout, lay_out
+from stepwell.storage.store import catalog
+from stepwell.storage.store.lineage import create_next, open_run, read_run
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 
 DEADLINE_SECONDS = 30.0

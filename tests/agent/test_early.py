@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.agent.finding import find_orphan
-from stepwell.format.checksum import BLOCK_BYTES
-from stepwell.store import catalog
-from stepwell.store.paths import RunPaths
+from stepwell.handover.find_agents import find_orphan
+from stepwell.storage.format.checksum import BLOCK_BYTES
+from stepwell.storage.store import catalog
+from stepwell.storage.store.paths import RunPaths
 from tests.agent.puppet import Puppet, content, here, make_orphan, verify, wait_for
 
 

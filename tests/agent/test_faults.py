@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from stepwell import journal
-from stepwell.agent.persist import Persister
+from stepwell.agent.target.shared_target import Persister
+from stepwell.events import journal
 from stepwell.faults import OPERATIONS
-from stepwell.store import catalog, files
+from stepwell.storage.store import catalog, files
 from stepwell.types import Keep
 from tests.agent.puppet import Puppet, listing, verify
 

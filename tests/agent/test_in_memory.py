@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.agent.finding import find_orphan
 from stepwell.agent.queue import PendingQueue
-from stepwell.arena.memory import PAGE, Arena, ArenaShape
-from stepwell.store.paths import RunPaths
+from stepwell.handover.find_agents import find_orphan
+from stepwell.handover.memory import PAGE, Arena, ArenaShape
+from stepwell.storage.store.paths import RunPaths
 from tests.agent.puppet import Puppet, here, make_orphan, verify, wait_for
 from tests.agent.test_queue import complete, make
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from stepwell.agent.process import Agent
-from stepwell.arena.channel import Channel
+from stepwell.handover.channel import Channel
 
 
 def test_what_became_durable_after_the_last_look_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from stepwell.agent import marker
+from stepwell.agent.target import marker
 from stepwell.errors import FencedError
-from stepwell.journal import EventLog
-from stepwell.store.paths import RunPaths
+from stepwell.events.journal import EventLog
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
 

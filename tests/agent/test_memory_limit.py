@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.arena import memory
+from stepwell.handover import memory
 
 MIB = 1 << 20
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stepwell.arena.address import find_agents
+from stepwell.handover.agent_address import find_agents
 from tests.agent.puppet import Puppet, here, make_orphan, verify, wait_for
 
 MOST_OWN_BYTES = 45 << 20

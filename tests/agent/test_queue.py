@@ -8,7 +8,7 @@ import pytest
 
 from stepwell.agent.offer import make_offer
 from stepwell.agent.queue import Layout, Layouts, Pending, PendingQueue
-from stepwell.arena.memory import PAGE, Arena, ArenaShape
+from stepwell.handover.memory import PAGE, Arena, ArenaShape
 from stepwell.types import CheckpointId, Owner
 
 

@@ -13,12 +13,12 @@ from typing import Any, cast
 import pytest
 
 from stepwell.agent import offer, process
-from stepwell.agent.client import AgentClient
-from stepwell.agent.finding import find_orphan
 from stepwell.agent.offer import PROTOCOL
-from stepwell.arena.channel import Channel
 from stepwell.errors import AgentError, VoidError
-from stepwell.store import assemble
+from stepwell.handover.channel import Channel
+from stepwell.handover.client import AgentClient
+from stepwell.handover.find_agents import find_orphan
+from stepwell.storage.store import assemble
 from stepwell.types import CheckpointId
 from tests.agent.puppet import Puppet, here, make_orphan, verify, wait_for
 
@@ -143,7 +143,7 @@ def test_an_agent_killed_at_its_start_is_started_again(run_dir: Path, monkeypatc
 
 
 def test_an_agent_that_never_starts_is_an_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.agent.start._BOOT", "raise SystemExit('no')")
+    monkeypatch.setattr("stepwell.handover.spawn._BOOT", "raise SystemExit('no')")
     puppet = Puppet(run_dir)
     with pytest.raises(AgentError, match="ended at once"):
         puppet.start()

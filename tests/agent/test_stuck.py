@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from stepwell.agent import client, deaths, start
-from stepwell.agent.deaths import Deaths
+from stepwell.handover import agent_deaths, client, spawn
+from stepwell.handover.agent_deaths import Deaths
 from tests.agent.puppet import Puppet, verify, wait_for
 
 
@@ -70,7 +70,7 @@ def test_no_descriptors_while_an_agent_dies_is_no_end(puppet: Puppet, monkeypatc
         return make(*given)
 
     puppet.start()
-    monkeypatch.setattr(start.socket, "socketpair", refuse_twice)
+    monkeypatch.setattr(spawn.socket, "socketpair", refuse_twice)
     os.kill(puppet.client.pid, signal.SIGKILL)
     assert puppet.save(1)["type"] == "durable"
     assert len(refused) == 2 and puppet.close()
@@ -86,7 +86,7 @@ def test_the_death_of_an_agent_is_seen_though_a_fork_holds_its_socket(
         held.append(os.dup(more["pass_fds"][0]))
         return popen(*given, **more)
 
-    monkeypatch.setattr(start.subprocess, "Popen", start_and_hold)
+    monkeypatch.setattr(spawn.subprocess, "Popen", start_and_hold)
     puppet.start()
     os.kill(puppet.client.pid, signal.SIGKILL)
     assert puppet.save(1)["type"] == "durable"
@@ -99,7 +99,7 @@ def test_agents_that_die_again_and_again_give_a_snapshot_up_and_the_next_one_is_
     puppet: Puppet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEPWELL_CRASH", "agent!persist.begin:0:1")  # no mark: every agent dies there
-    monkeypatch.setattr(deaths, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(agent_deaths, "_FIRST_PAUSE", 0.01)
     puppet.start()
     first = puppet.begin(1, 1)
     puppet.complete(1, 1, first)
@@ -117,7 +117,7 @@ def test_agents_that_die_while_a_run_ends_do_not_hold_the_end_up(
     puppet: Puppet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEPWELL_CRASH", "agent!persist.begin:0:1")
-    monkeypatch.setattr(deaths, "_FIRST_PAUSE", 3600.0)
+    monkeypatch.setattr(agent_deaths, "_FIRST_PAUSE", 3600.0)
     puppet.start()
     puppet.complete(1, 1, puppet.begin(1, 1))
     puppet.close(seconds=600.0)

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from stepwell.agent import callers
-from stepwell.agent.finding import find_orphan
 from stepwell.agent.process import Agent
-from stepwell.arena.channel import Channel
-from stepwell.arena.memory import Arena, ArenaShape
+from stepwell.handover.channel import Channel
+from stepwell.handover.find_agents import find_orphan
+from stepwell.handover.memory import Arena, ArenaShape
 from tests.agent.puppet import Puppet, here, make_orphan, verify, wait_for
 
 Pair = tuple[Agent, Channel]
@@ -109,7 +109,9 @@ def test_an_agent_that_is_taken_over_waits_as_long_as_its_new_trainer_lives(pair
 
 def test_a_successor_that_is_killed_without_a_hello_leaves_the_agent_to_the_next(run_dir: Path) -> None:
     agent = make_orphan(run_dir, linger=30)
-    code = "import sys, time; from stepwell.agent.finding import find_orphan; found = find_orphan(sys.argv[1], 0); "
+    code = (
+        "import sys, time; from stepwell.handover.find_agents import find_orphan; found = find_orphan(sys.argv[1], 0); "
+    )
     code += "print(found is not None, flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, here(run_dir)], stdout=subprocess.PIPE) as successor:
         assert successor.stdout is not None and successor.stdout.readline() == b"True\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepwell.format.document import MAX_DOCUMENT_BYTES
+from stepwell.storage.format.document import MAX_DOCUMENT_BYTES
 from tests.agent.puppet import Puppet
 
 

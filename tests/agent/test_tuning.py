@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.agent.tuning import Place, Setting, Tuner, most_threads, recall, remember
-from stepwell.store.mounts import file_system_type
+from stepwell.agent.files.tuning import Place, Setting, Tuner, most_threads, recall, remember
+from stepwell.storage.store.mounts import file_system_type
 from tests.agent.puppet import Puppet
 
 MIB = 1 << 20

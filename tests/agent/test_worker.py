@@ -11,12 +11,12 @@ import pytest
 
 from stepwell.agent.queue import Layout, Pending
 from stepwell.agent.worker import Worker
-from stepwell.arena.memory import PAGE, Arena, ArenaShape
-from stepwell.format.manifest import Void
-from stepwell.format.record import FileEntry, Record
-from stepwell.store import assemble, commit
-from stepwell.store.lineage import create_next, open_run
-from stepwell.store.paths import RunPaths
+from stepwell.handover.memory import PAGE, Arena, ArenaShape
+from stepwell.storage.format.manifest import Void
+from stepwell.storage.format.record import FileEntry, Record
+from stepwell.storage.store import assemble, commit
+from stepwell.storage.store.lineage import create_next, open_run
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 
 WORLD = 2

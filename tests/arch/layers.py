@@ -215,9 +215,9 @@ def within(path: str, place: str) -> bool:
     return path == place or path.startswith(f"{place}/")
 
 
-def row_of(module: str, rows: dict[str, Row]) -> Row | None:
-    matching = [place for place in rows if within(module, place)]
-    return rows[max(matching, key=len)] if matching else None
+def place_of(module: str, rows: dict[str, Row]) -> str | None:
+    """The package or module of the table that a module belongs to: the most specific one."""
+    return max((place for place in rows if within(module, place)), key=len, default=None)
 
 
 def own_targets(imported: Import, modules: dict[str, Module]) -> list[str]:
@@ -262,10 +262,10 @@ def shape(module: Module) -> list[str]:
 
 def layers(module: Module, modules: dict[str, Module], table: Table) -> list[str]:
     """Every import is permitted by the row of the module that makes it."""
-    row = row_of(module.path, table.rows)
-    if row is None:
+    place = place_of(module.path, table.rows)
+    if place is None:
         return [f"{module.path}.py:1: belongs to no row of the layer table"]
-    found = []
+    row, found = table.rows[place], []
     for imported in imports_of(module):
         at = f"{module.path}.py:{imported.line}"
         top = imported.target.split(".")[0]
@@ -276,7 +276,7 @@ def layers(module: Module, modules: dict[str, Module], table: Table) -> list[str
                     found.append(f"{at}: imports {target}, which is not in the tree")
                     continue
                 path = modules[target].path.removesuffix("/__init__")
-                is_sibling = path.split("/")[0] == module.path.split("/")[0]
+                is_sibling = place_of(path, table.rows) == place
                 if not is_sibling and not any(p.covers(path, module.path, is_lazy) for p in row.own):
                     found.append(f"{at}: imports {target} ({imported.when}), not permitted by its row")
         elif top not in sys.stdlib_module_names and not any(
@@ -327,14 +327,14 @@ def carriers(module: Module) -> list[str]:
 
 
 def torch_files(module: Module) -> list[str]:
-    """`torch.load` nowhere, `torch.save` only in interchange."""
-    is_at_home = within(module.path, "interchange")
+    """`torch.load` nowhere, `torch.save` only in tools/interchange."""
+    is_at_home = within(module.path, "tools/interchange")
     found = []
     for node, name in qualified_names(module):
         if name in {"torch.load", "torch.serialization.load"}:
             found.append(f"{module.path}.py:{node.lineno}: {name} unpickles")
         elif name in {"torch.save", "torch.serialization.save"} and not is_at_home:
-            found.append(f"{module.path}.py:{node.lineno}: {name} belongs in interchange")
+            found.append(f"{module.path}.py:{node.lineno}: {name} belongs in tools/interchange")
     return found
 
 

@@ -24,7 +24,7 @@ PAGE = """
 | `agent` | `errors`, `store?` | none |
 | `restore` | `errors`, `store@restore/load` | `torch@restore/load`, `numpy?@restore/load` |
 | `checkpointer` | `restore`, `store` | `torch` |
-| `interchange` | `errors` | `torch?` |
+| `tools/interchange` | `errors` | `torch?` |
 
 - **Threads and processes:** `agent/spawn.py`, and
   `stepwell.store.copier`, nowhere else.
@@ -44,8 +44,8 @@ GOOD = {
     "restore/__init__.py": "",
     "restore/load.py": "import torch\nfrom stepwell.store import put\ndef read():\n    import numpy\n",
     "checkpointer.py": "import torch as t\nfrom stepwell.restore import load\nimport stepwell.store.posix\n",
-    "interchange/__init__.py": "",
-    "interchange/files.py": "def write(x):\n    import torch\n    torch.save(x, 'f')\n",
+    "tools/interchange/__init__.py": "",
+    "tools/interchange/files.py": "def write(x):\n    import torch\n    torch.save(x, 'f')\n",
 }
 
 
@@ -124,8 +124,8 @@ BROKEN = {
     "pickle, by numpy": ({"errors.py": "def f(np):\n    np.load('f', allow_pickle=True)\n"}, "allow_pickle"),
     "torch.load": ({"restore/load.py": "import torch\ntorch.load('f')\n"}, "restore/load.py:3: torch.load"),
     "torch.load, in interchange": (
-        {"interchange/files.py": "def f():\n    import torch\n    torch.load('f')\n"},
-        "interchange/files.py:4: torch.load",
+        {"tools/interchange/files.py": "def f():\n    import torch\n    torch.load('f')\n"},
+        "tools/interchange/files.py:4: torch.load",
     ),
     "torch.load, renamed": ({"checkpointer.py": "import torch as t\nread = t.load\n"}, "checkpointer.py:3: torch.load"),
     "torch.load, from": ({"checkpointer.py": "from torch import load as r\n"}, "checkpointer.py:2: torch.load"),
@@ -178,7 +178,7 @@ def heavy_after(statement: str) -> str:
     return run_fresh(f"import sys\n{statement}\nprint(sorted({{'torch', 'numpy'}} & sys.modules.keys()))")
 
 
-@pytest.mark.parametrize("name", ["stepwell", "stepwell.cli.main", "stepwell.agent.process"])
+@pytest.mark.parametrize("name", ["stepwell", "stepwell.tools.cli.main", "stepwell.agent.process"])
 def test_import_loads_neither_torch_nor_numpy(name: str) -> None:
     assert heavy_after(f"import {name}") == "[]"
 

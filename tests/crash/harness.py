@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepwell import journal
 from stepwell.errors import DamagedError
-from stepwell.format.record import Record
-from stepwell.restore.read import read_record_leaves
-from stepwell.restore.remote import open_file
-from stepwell.store import catalog, files
-from stepwell.store.paths import RunPaths
-from stepwell.store.progress import read_progress
+from stepwell.events import journal
+from stepwell.restore.from_disk import open_file
+from stepwell.restore.verified_read import read_record_leaves
+from stepwell.storage.format.record import Record
+from stepwell.storage.store import catalog, files
+from stepwell.storage.store.paths import RunPaths
+from stepwell.storage.store.progress import read_progress
 
 HERE = Path(__file__).parent
 TRAINER = HERE / "trainer.py"

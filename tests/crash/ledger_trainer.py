@@ -56,8 +56,8 @@ def make_loader() -> Any:
 
 def count_what_was_handed_out() -> None:
     """The control: the position is that of the sampler, which runs ahead of the loop by what workers prefetch."""
-    from stepwell.data.batches import Batches
-    from stepwell.data.sampler import Plain
+    from stepwell.training.data.batches import Batches
+    from stepwell.training.data.sampler import Plain
 
     inner_iter, inner_saved, handed = Plain.__iter__, Batches.saved, {}
 

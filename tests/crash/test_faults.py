@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 from stepwell.faults import OPERATIONS
-from stepwell.store import catalog
+from stepwell.storage.store import catalog
 from tests.crash.conftest import MakeRun
 from tests.crash.harness import Ending, Run
 from tests.crash.scenes import check_no_snapshot_lost

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.store.lineage import read_history
+from stepwell.storage.store.lineage import read_history
 from tests.crash.harness import Ending, Process, Run, wait_for
 
 Listing = dict[str, tuple[int, int, int, str]]

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from stepwell.store.progress import read_progress
+from stepwell.storage.store.progress import read_progress
 from stepwell.types import Keep
 from tests.crash.harness import Ending, Run, wait_for
 

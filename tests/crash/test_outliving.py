@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.arena.address import find_agents
-from stepwell.store.catalog import scan
-from stepwell.store.paths import RunPaths
+from stepwell.handover.agent_address import find_agents
+from stepwell.storage.store.catalog import scan
+from stepwell.storage.store.paths import RunPaths
 from tests.agent.puppet import here
 from tests.crash.harness import Ending, Run, children, wait_for
 from tests.ranks.conftest import soak

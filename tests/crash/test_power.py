@@ -21,13 +21,14 @@ from typing import Any
 
 import pytest
 
-from stepwell import journal
-from stepwell.agent import persist, writer
-from stepwell.agent.persist import Persister
+from stepwell.agent.files import writer
+from stepwell.agent.target import shared_target
+from stepwell.agent.target.shared_target import Persister
 from stepwell.errors import DamagedError, StepwellError
+from stepwell.events import journal
 from stepwell.faults import OF_CHAINS, OF_LEVELS, OF_MANY, POINTS
-from stepwell.store import catalog, commit, files, retention, spare
-from stepwell.store.paths import RunPaths
+from stepwell.storage.store import catalog, commit, files, retention, spare
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import Keep
 from tests.agent.puppet import Puppet, verify
 from tests.crash.conftest import MakeRun
@@ -99,7 +100,7 @@ def need_fuse() -> None:
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PowerDisk]:
     need_fuse()
-    monkeypatch.setattr("stepwell.agent.shelf.file_system_type", lambda root: "ext4")  # as which it stands here,
+    monkeypatch.setattr("stepwell.agent.files.sink.file_system_type", lambda root: "ext4")  # as which it stands here,
     monkeypatch.setattr(spare, "_is_ours_alone", lambda path: True)  # but FUSE has no leases; nobody else reads it
     disk = PowerDisk(tmp_path)
     yield disk
@@ -218,7 +219,7 @@ def test_a_cut_after_an_agent_was_killed_and_replaced(
             if len(passed) == 3:
                 raise Killed
 
-    for module in (persist, writer, commit, files, retention, spare):
+    for module in (shared_target, writer, commit, files, retention, spare):
         if hasattr(module, "crash_point"):
             monkeypatch.setattr(module, "crash_point", kill_once)
     with Work(disk.root / "killed" / "run") as work:

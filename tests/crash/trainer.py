@@ -24,7 +24,7 @@ BATCHES = 12
 
 def main() -> None:
     from stepwell import Checkpointer, Deltas, Every, PersistError
-    from stepwell.codecs.spec import parse
+    from stepwell.storage.codecs.codec_spec import parse
 
     get = os.environ.get
     width, workers, pace = int(get("TRAIN_WIDTH", "64")), int(get("TRAIN_WORKERS", "0")), float(get("TRAIN_PACE", "0"))

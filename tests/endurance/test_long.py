@@ -17,8 +17,8 @@ import pytest
 
 from tests.crash.harness import report
 from tests.endurance import tiny_trainer
-from tests.loop.small import Small
-from tests.loop.test_retry import held
+from tests.training.loop.small import Small
+from tests.training.loop.test_retry import held
 
 STEPS = int(os.environ.get("STEPWELL_SOAK_STEPS", "1000000"))
 GROWTH_BYTES = 12 << 20

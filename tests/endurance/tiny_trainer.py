@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import stepwell
-from stepwell.eventfile import parts_of
+from stepwell.events.event_file import parts_of
 
 POLICIES = {
     "steps": {"policy": stepwell.Every(steps=500)},

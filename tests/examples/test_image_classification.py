@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.journal import read_events
-from stepwell.store import catalog
-from stepwell.store.paths import RunPaths
+from stepwell.events.journal import read_events
+from stepwell.storage.store import catalog
+from stepwell.storage.store.paths import RunPaths
 from tests.adapters.scripts import Script
 from tests.crash.harness import Server
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.journal import read_events
-from stepwell.prove.compare import compare_states, last_checkpoint
+from stepwell.events.journal import read_events
+from stepwell.tools.prove.final_states import compare_states, last_checkpoint
 from tests.examples.test_image_classification import EXAMPLE, EXAMPLES
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]

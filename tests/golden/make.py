@@ -16,9 +16,9 @@ from typing import Any
 import numpy
 import torch
 
-from stepwell.format.manifest import Lineage, Run
-from stepwell.state import rng
-from stepwell.store.paths import RunPaths
+from stepwell.storage.format.manifest import Lineage, Run
+from stepwell.storage.store.paths import RunPaths
+from stepwell.training.state import rng
 from stepwell.types import CheckpointId
 from tests.restore.build import RunBuilder
 

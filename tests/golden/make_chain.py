@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from stepwell.codecs.chain import ChainWriter
-from stepwell.codecs.layout import Deltas, Leaf
-from stepwell.codecs.spec import LC, Hold, Top
+from stepwell.storage.chain.chain_writer import ChainWriter
+from stepwell.storage.codecs.assignment import Deltas, Leaf
+from stepwell.storage.codecs.codec_spec import LC, Hold, Top
 
 LEAVES = (
     Leaf("weight", "float32", (20, 15), "parameter"),

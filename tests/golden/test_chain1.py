@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.codecs.replay import restore
+from stepwell.storage.chain.replay import restore
 from tests.golden.make_chain import RECORDS
 
 FOLDER = Path(__file__).parent / "chain1"

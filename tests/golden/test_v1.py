@@ -12,20 +12,20 @@ import numpy
 import pytest
 import torch
 
-from stepwell.format.checksum import block_digest
-from stepwell.format.document import unseal
-from stepwell.format.record import KIND, Record
-from stepwell.format.shard import LeafSpec, lay_out, parse_header
 from stepwell.restore.load import load_record
-from stepwell.restore.read import FileSource
-from stepwell.state import rng
-from stepwell.state.flatten import flatten
-from stepwell.state.tracked import track
-from stepwell.store.catalog import scan
-from stepwell.store.paths import RunPaths
+from stepwell.restore.verified_read import FileSource
+from stepwell.storage.format.checksum import block_digest
+from stepwell.storage.format.document import unseal
+from stepwell.storage.format.record import KIND, Record
+from stepwell.storage.format.shard import LeafSpec, lay_out, parse_header
+from stepwell.storage.store.catalog import scan
+from stepwell.storage.store.paths import RunPaths
+from stepwell.training.state import rng
+from stepwell.training.state.flatten import flatten
+from stepwell.training.state.tracked import track
 from tests.golden import make
 from tests.restore.build import damage_events, restore
-from tests.state.same import difference
+from tests.training.state.same import difference
 
 V1 = Path(__file__).parent / "v1"
 CHECKPOINT = V1 / "step-000000000003.l0001"

@@ -6,17 +6,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from stepwell.format.checksum import block_digest
-from stepwell.format.document import unseal
-from stepwell.format.record import KIND
 from stepwell.restore.load import load_record
-from stepwell.restore.read import FileSource
-from stepwell.state.tracked import track
-from stepwell.store.catalog import read_manifest, read_record, scan
-from stepwell.store.paths import RunPaths
+from stepwell.restore.verified_read import FileSource
+from stepwell.storage.format.checksum import block_digest
+from stepwell.storage.format.document import unseal
+from stepwell.storage.format.record import KIND
+from stepwell.storage.store.catalog import read_manifest, read_record, scan
+from stepwell.storage.store.paths import RunPaths
+from stepwell.training.state.tracked import track
 from tests.golden import make
 from tests.restore.build import damage_events, restore
-from tests.state.same import difference
+from tests.training.state.same import difference
 
 ROOT = Path(__file__).parent / "v1strides"
 RECORD = "step-000000000003.l0001/rank-00000.json"

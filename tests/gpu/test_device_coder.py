@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepwell.codecs.layout import Deltas, Leaf, arrange
-from stepwell.codecs.spec import LC, Spec, Uniform
 from stepwell.errors import RoomError
-from tests.codecs.device_walks import (
+from stepwell.storage.codecs.assignment import Deltas, Leaf, arrange
+from stepwell.storage.codecs.codec_spec import LC, Spec, Uniform
+from tests.storage.codecs.device_walks import (
     LEAVES,
     SPECS,
     check_found_in_the_second_pass,
@@ -57,14 +57,14 @@ def test_without_room_for_the_reference_the_caller_is_told() -> None:
 
 
 def _start(part: object) -> None:
-    from stepwell.codecs.device import DeviceCoder
+    from stepwell.storage.codecs.device.device_coder import DeviceCoder
 
     DeviceCoder.start(part, [torch.zeros(1, device="cuda")], skip=Uniform(0.25))  # type: ignore[arg-type]
 
 
 def test_launches_do_not_grow_with_the_leaves() -> None:
     """Counted by the profiler, of a record whose tables are known."""
-    from stepwell.codecs.device import DeviceCoder
+    from stepwell.storage.codecs.device.device_coder import DeviceCoder
 
     counts = []
     for leaves in (4, 200):  # so many that symbols are thinned out

@@ -16,10 +16,10 @@ import torch
 
 import stepwell
 from stepwell.errors import DamagedError
-from stepwell.format.record import LeafEntry
-from stepwell.journal import read_events
-from stepwell.restore.place import Placing
-from stepwell.restore.read import FileSource, MemorySource, Source, read_file
+from stepwell.events.journal import read_events
+from stepwell.restore.into_tensors import Placing
+from stepwell.restore.verified_read import FileSource, MemorySource, Source, read_file
+from stepwell.storage.format.record import LeafEntry
 from tests.restore.test_read import BLOCK, in_memory, leaves, stored
 
 pytestmark = pytest.mark.gpu

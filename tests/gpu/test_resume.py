@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import stepwell
-from stepwell.journal import read_events
-from tests.snapshot.cases import CASES
-from tests.snapshot.truth import read_all, same_bytes, state_bytes
+from stepwell.events.journal import read_events
+from tests.training.snapshot.cases import CASES
+from tests.training.snapshot.truth import read_all, same_bytes, state_bytes
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stepwell
-from tests.snapshot.truth import same_bytes
+from tests.training.snapshot.truth import same_bytes
 
 pytestmark = pytest.mark.gpu
 

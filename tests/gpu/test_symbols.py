@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deltas.device_run import check_run
+from tests.storage.chain.device_run import check_run
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stepwell.snapshot.ticks import Ticks
+from stepwell.training.cuda.ticks import Ticks
 
 pytestmark = pytest.mark.gpu
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from stepwell.snapshot import arrange, device
-from stepwell.snapshot.guard import Guard
-from stepwell.snapshot.snapshotter import Snapshotter
-from stepwell.state.roles import Role, assign_roles
-from tests.snapshot.cases import CASES, CUDA_CASES
-from tests.snapshot.truth import Case, Outcome, run
+from stepwell.training.snapshot import arrange, device_copy
+from stepwell.training.snapshot.guard import Guard
+from stepwell.training.snapshot.snapshotter import Snapshotter
+from stepwell.training.state.roles import Role, assign_roles
+from tests.training.snapshot.cases import CASES, CUDA_CASES
+from tests.training.snapshot.truth import Case, Outcome, run
 
 pytestmark = pytest.mark.gpu
 SLOW_CYCLES = 40_000_000  # about 20 ms of the side stream before anything is copied
@@ -25,14 +25,14 @@ SLOW_CYCLES = 40_000_000  # about 20 ms of the side stream before anything is co
 
 @pytest.fixture
 def slow_copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    issue = device.DeviceJob.issue
+    issue = device_copy.DeviceJob.issue
 
-    def sleeping(self: device.DeviceJob) -> None:
+    def sleeping(self: device_copy.DeviceJob) -> None:
         with torch.cuda.stream(self.streams[0]):
             torch.cuda._sleep(SLOW_CYCLES)
         issue(self)
 
-    monkeypatch.setattr(device.DeviceJob, "issue", sleeping)
+    monkeypatch.setattr(device_copy.DeviceJob, "issue", sleeping)
     yield
 
 
@@ -91,7 +91,7 @@ def test_device_snapshot_without_room_falls_back(run_dir: Path, monkeypatch: pyt
     case = big_case()
     for number in range(2):
         case.body(None, number)  # the optimizer's state is there now
-    hold = device.spare_bytes(torch.device("cuda", 0)) - (100 << 20)
+    hold = device_copy.spare_bytes(torch.device("cuda", 0)) - (100 << 20)
     held = torch.empty(hold, dtype=torch.uint8, device="cuda")
     case.options["snapshot"] = "device"
     outcome = run(case, run_dir)
@@ -106,8 +106,8 @@ OUT_OF_MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from stepwell.snapshot import choice
-from tests.snapshot.truth import Case, run
+from stepwell.training.snapshot import strategy as choice
+from tests.training.snapshot.truth import Case, run
 
 choice.spare_bytes = lambda device: 1 << 60  # the estimate is wrong: only the allocator says no
 model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(16)]).cuda()

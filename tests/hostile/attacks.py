@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stepwell.format.document import MAX_DOCUMENT_BYTES
+from stepwell.storage.format.document import MAX_DOCUMENT_BYTES
 from tests.hostile.forge import BIG, Forgery, sparse
 
 Outcome = Literal["older", "newest", "error"]

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from stepwell.format.checksum import block_digest, document_digest
-from stepwell.store.paths import RunPaths
+from stepwell.storage.format.checksum import block_digest, document_digest
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId
 from tests.restore.build import RunBuilder
 

@@ -20,18 +20,18 @@ import pytest
 import torch
 
 import stepwell
-import stepwell.reopen
+import stepwell.restore.open_run
 from stepwell.errors import DamagedError, RestoreError
-from stepwell.format.manifest import Lineage
-from stepwell.format.record import FileEntry
-from stepwell.journal import read_events
-from stepwell.restore import read
-from stepwell.store.catalog import read_record
-from stepwell.store.paths import RunPaths
+from stepwell.events.journal import read_events
+from stepwell.restore import verified_read
+from stepwell.storage.format.manifest import Lineage
+from stepwell.storage.format.record import FileEntry
+from stepwell.storage.store.catalog import read_record
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep
 from tests.ranks.conftest import soak
 from tests.restore.build import RunBuilder, damage_events, restore, restore_only
-from tests.state.same import difference
+from tests.training.state.same import difference
 
 NOTES = b"a file of the user's own"
 
@@ -88,9 +88,9 @@ class Target:
     def assert_read_fails(self, file: FileEntry, path: Path) -> None:
         """The verified read of the file stops, by name."""
         with pytest.raises(DamagedError, match=re.escape(str(path))):
-            source = read.FileSource(path)
+            source = verified_read.FileSource(path)
             try:
-                read.read_file(source, file, [], lambda *_: None, check_all=True)
+                verified_read.read_file(source, file, [], lambda *_: None, check_all=True)
             finally:
                 source.close()
 
@@ -101,14 +101,14 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
         assert lossy is None
         return Lineage(number=2, parent=parent, step=step, created=0.0, host="none")
 
-    monkeypatch.setattr(stepwell.reopen, "create_next", create_next)
+    monkeypatch.setattr(stepwell.restore.open_run, "create_next", create_next)
     return Target(tmp_path / "run")
 
 
 @pytest.fixture
 def quick(target: Target, monkeypatch: pytest.MonkeyPatch) -> Target:
     """Restores of `only=` read the blocks they need: here they read the user's file too, as a whole restore does."""
-    real = read.read_record_leaves
+    real = verified_read.read_record_leaves
 
     def all_files(record: Any, open_source: Any, wanted: Any, deliver: Any) -> int:
         return real(record, open_source, None, deliver)
@@ -178,7 +178,7 @@ def test_every_bit_of_some_bytes_is_found(quick: Target, bit: int) -> None:
 def test_control_without_the_block_checksum_wrong_values_come_through(
     quick: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read, "_check", lambda *_: None)
+    monkeypatch.setattr(verified_read, "_check", lambda *_: None)
     path = quick.newest / "rank-00000.safetensors"
     flip(path, path.stat().st_size - 1, 4)
     with pytest.raises(AssertionError, match="step 3"):

@@ -20,30 +20,30 @@ from typing import Any
 
 import pytest
 
-from stepwell.adapters.scr import index
-from stepwell.adapters.scr.index import Prefix
+from stepwell.adapters.scr import prefix_index
+from stepwell.adapters.scr.prefix_index import Prefix
 from stepwell.agent import callers as callers_module
-from stepwell.agent.finding import find_orphan
-from stepwell.arena import address
-from stepwell.caches import Caches
-from stepwell.cli.liveness import look_for_life
 from stepwell.errors import ConfigError, PersistError
-from stepwell.groups.meet import Place, call
-from stepwell.journal import EventLog
-from stepwell.levels.fetch import Peer
-from stepwell.levels.spec import Levels, Shared
-from stepwell.levels.spec import Node as Cached
-from stepwell.store.lineage import open_run
-from stepwell.store.paths import RunPaths
-from stepwell.store.secret import make_shared, read_shared
-from stepwell.trust.secret import derive
+from stepwell.events.journal import EventLog
+from stepwell.handover import agent_address as address
+from stepwell.handover.find_agents import find_orphan
+from stepwell.levels.level_spec import Levels, Shared
+from stepwell.levels.level_spec import Node as Cached
+from stepwell.levels.peers.fetch import Peer
+from stepwell.ranks.line.line_meeting import Place, call
+from stepwell.ranks.wire.secret import derive
+from stepwell.restore.from_nodes import Caches
+from stepwell.storage.store.lineage import open_run
+from stepwell.storage.store.paths import RunPaths
+from stepwell.storage.store.run_secret import make_shared, read_shared
+from stepwell.tools.cli.liveness import look_for_life
 from tests.agent.puppet import Puppet, here, make_orphan, wait_for
-from tests.groups.circle import Circle
-from tests.groups.ends import KEY, Caller, End
-from tests.groups.test_meet import check_that_rank_1_can_still_join
 from tests.hostile.stranger import STRANGER, as_stranger, living_stranger, needs_root
 from tests.levels.field import Serving
 from tests.levels.peer_node import CHECKPOINT, RUN, SECONDS, read
+from tests.ranks.groups.circle import Circle
+from tests.ranks.groups.ends import KEY, Caller, End
+from tests.ranks.groups.test_meet import check_that_rank_1_can_still_join
 
 pytestmark = needs_root
 
@@ -228,7 +228,7 @@ def guests_of(caller: Caller) -> Collection[object]:
 
 
 def test_connections_that_say_nothing_keep_no_rank_out(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.groups.meet._TRY_SECONDS", 600.0)  # it is not their time that saves us
+    monkeypatch.setattr("stepwell.ranks.line.line_meeting._TRY_SECONDS", 600.0)  # it is not their time that saves us
     caller = Caller(stack)
     with living_stranger(lambda: crowd_of(caller.place)) as count:
         assert count == CROWD
@@ -237,8 +237,8 @@ def test_connections_that_say_nothing_keep_no_rank_out(stack: ExitStack, monkeyp
 
 
 def test_control_without_a_limit_they_all_stay(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.groups.meet._TRY_SECONDS", 600.0)
-    monkeypatch.setattr("stepwell.groups.door._LEAST_GUESTS", 10 * CROWD)
+    monkeypatch.setattr("stepwell.ranks.line.line_meeting._TRY_SECONDS", 600.0)
+    monkeypatch.setattr("stepwell.ranks.line.line_door._LEAST_GUESTS", 10 * CROWD)
     caller = Caller(stack)
     with living_stranger(lambda: crowd_of(caller.place)):
         wait_for(lambda: len(guests_of(caller)) == CROWD, "nobody is sent away")
@@ -410,7 +410,7 @@ def hold(path: Path) -> tuple[int, int]:
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["now", "control: a lock that all can read"])
 def test_he_holds_the_lock_of_a_prefix(open_dir: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool) -> None:
-    monkeypatch.setattr(index, "_LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(prefix_index, "_LOCK_SECONDS", 0.2)
     prefix = Prefix(open_dir)
     prefix.folder.mkdir(mode=0o755)
     prefix.count_checkpoint()

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from stepwell.errors import PeerError
-from stepwell.groups.meet import Place
-from stepwell.trust.seal import digest_of
-from tests.groups.ends import Caller, dial, frame
+from stepwell.ranks.line.line_meeting import Place
+from stepwell.ranks.wire.seal import digest_of
 from tests.levels.peer_node import SECONDS, Node, is_hung_up, read, until
+from tests.ranks.groups.ends import Caller, dial, frame
 
 Twist = Callable[[bytes], bytes]
 
@@ -93,7 +93,7 @@ def test_an_answer_that_is_changed_is_refused(node: Node, stack: ExitStack) -> N
 
 
 def test_control_without_the_tag_it_is_believed(node: Node, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.trust.seal.is_tag", lambda given, expected: True)
+    monkeypatch.setattr("stepwell.ranks.wire.seal.is_tag", lambda given, expected: True)
     assert ask(node, stack, right) == "lift"
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from stepwell.errors import PeerError
-from stepwell.levels.fetch import Peer
-from stepwell.levels.serve import MAX_CONNECTIONS, MAX_GUESTS
-from stepwell.levels.wire import MAX_RANGE_BYTES, terms_of
-from stepwell.trust.greeting import CALLER, NONCE_BYTES, PROOF_BYTES, REFUSED, SERVER
-from stepwell.trust.secret import draw_secret
+from stepwell.levels.peers.fetch import Peer
+from stepwell.levels.peers.peer_frames import MAX_RANGE_BYTES, terms_of
+from stepwell.levels.peers.server import MAX_CONNECTIONS, MAX_GUESTS
+from stepwell.ranks.wire.greeting import CALLER, NONCE_BYTES, PROOF_BYTES, REFUSED, SERVER
+from stepwell.ranks.wire.secret import draw_secret
 from tests.levels.peer_node import (
     CHECKPOINT,
     RUN,
@@ -72,8 +72,8 @@ def test_a_wrong_secret(node: Node) -> None:
 
 
 def test_control_without_the_check_a_wrong_secret_gets_in(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.trust.greeting.is_proof", lambda given, expected: True)
-    monkeypatch.setattr("stepwell.trust.seal.is_tag", lambda given, expected: True)
+    monkeypatch.setattr("stepwell.ranks.wire.greeting.is_proof", lambda given, expected: True)
+    monkeypatch.setattr("stepwell.ranks.wire.seal.is_tag", lambda given, expected: True)
     sock, said = claim(node, draw_secret())
     assert said != REFUSED
     send_frame(sock, {"op": "read", "directory": CHECKPOINT, "name": "file", "start": 0, "nbytes": 4})
@@ -114,7 +114,7 @@ def test_a_replayed_greeting(node: Node) -> None:
 
 
 def test_control_with_the_same_challenge_again_it_gets_in(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.trust.greeting.draw_nonce", lambda: b"c" * NONCE_BYTES)
+    monkeypatch.setattr("stepwell.ranks.wire.greeting.draw_nonce", lambda: b"c" * NONCE_BYTES)
     assert replay(node, overhear(node)) != REFUSED
 
 
@@ -128,7 +128,7 @@ def test_garbage(node: Node, garbage: bytes) -> None:
 
 @pytest.mark.parametrize("said", [b"", b"x", NONCE, NONCE + b"x" * (PROOF_BYTES - 1)])
 def test_half_a_greeting(node: Node, said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.levels.serve.GREETING_SECONDS", 0.1)
+    monkeypatch.setattr("stepwell.levels.peers.server.GREETING_SECONDS", 0.1)
     silent, gone = node.call(), node.call()
     silent.sendall(said)
     gone.sendall(said)
@@ -192,7 +192,7 @@ def count_open(socks: list[socket.socket]) -> int:
 
 
 def test_a_thousand_at_once_keep_nobody_out(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.levels.serve.GREETING_SECONDS", 600.0)  # it is not their time that saves us
+    monkeypatch.setattr("stepwell.levels.peers.server.GREETING_SECONDS", 600.0)  # it is not their time that saves us
     most: list[int] = []
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         gathering = pool.submit(crowd, node, stack)
@@ -209,8 +209,8 @@ def test_a_thousand_at_once_keep_nobody_out(node: Node, monkeypatch: pytest.Monk
 
 
 def test_control_without_the_limit_a_thousand_stay(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.levels.serve.MAX_GUESTS", 10 * CROWD)
-    monkeypatch.setattr("stepwell.levels.serve.MAX_CONNECTIONS", 10 * CROWD)
+    monkeypatch.setattr("stepwell.levels.peers.server.MAX_GUESTS", 10 * CROWD)
+    monkeypatch.setattr("stepwell.levels.peers.server.MAX_CONNECTIONS", 10 * CROWD)
     with ExitStack() as stack:
         socks = crowd(node, stack)
         until(lambda: len(node.server._guests) == CROWD)
@@ -408,8 +408,8 @@ def start_reading(node: Node) -> socket.socket:
 
 
 def test_a_reader_that_stops_is_dropped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.levels.serve.GRACE_SECONDS", 0.2)
-    monkeypatch.setattr("stepwell.levels.wire.LEAST_BYTES_PER_SECOND", 1 << 30)
+    monkeypatch.setattr("stepwell.levels.peers.server.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("stepwell.levels.peers.peer_frames.LEAST_BYTES_PER_SECOND", 1 << 30)
     readers = [start_reading(node) for _ in range(4)]
     node.check_alive()
     node.check_refused({"slow": 4})
@@ -417,8 +417,8 @@ def test_a_reader_that_stops_is_dropped(node: Node, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_slow_reader_is_dropped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.levels.serve.GRACE_SECONDS", 0.05)
-    monkeypatch.setattr("stepwell.levels.wire.LEAST_BYTES_PER_SECOND", 1 << 40)
+    monkeypatch.setattr("stepwell.levels.peers.server.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("stepwell.levels.peers.peer_frames.LEAST_BYTES_PER_SECOND", 1 << 40)
     sock = start_reading(node)
     while not node.server.refused:
         assert sock.recv(50)  # it goes on reading, but not fast
@@ -451,7 +451,7 @@ def test_a_reader_that_hangs_up_in_the_middle(node: Node) -> None:
 
 
 def test_a_request_that_never_ends_is_dropped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.levels.serve.IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("stepwell.levels.peers.server.IDLE_SECONDS", 0.2)
     sock = node.member()
     sock.sendall(struct.pack("<I", 1000) + b"{")
     assert is_hung_up(sock)

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import stepwell
-from stepwell import private
 from stepwell.adapters import scr
-from stepwell.adapters.scr.index import LOCK, Prefix
+from stepwell.adapters.scr.prefix_index import LOCK, Prefix
 from stepwell.errors import ConfigError
 from stepwell.launch.conf import Conf
-from stepwell.launch.gate import why_refused
-from stepwell.levels.orders import open_cache, run_cache
-from stepwell.private import TRUST, make_private
+from stepwell.launch.health import why_refused
+from stepwell.levels.assignments import open_cache, run_cache
+from stepwell.storage.store import private_directory
+from stepwell.storage.store.private_directory import TRUST, make_private
 from tests.adapters.test_scr_states import end, no_waiting_for_the_disk, place
 from tests.hostile.stranger import FRIENDS, STRANGER, VICTIM, as_user, machine, needs_root
 
@@ -180,8 +180,8 @@ def test_a_group_of_ones_own_is_nobody_else(machine: Path, monkeypatch: pytest.M
     alice = type("User", (), {"pw_name": "alice", "pw_gid": VICTIM})
     for name, members, is_right in (("alice", [], True), ("alice", ["alice"], True), ("alice", ["eve"], False)):
         group = type("Group", (), {"gr_name": name, "gr_mem": members})
-        monkeypatch.setattr(private.pwd, "getpwuid", lambda uid: alice)
-        monkeypatch.setattr(private.grp, "getgrgid", lambda gid, group=group: group)
+        monkeypatch.setattr(private_directory.pwd, "getpwuid", lambda uid: alice)
+        monkeypatch.setattr(private_directory.grp, "getgrgid", lambda gid, group=group: group)
         assert (make(home) == "") is is_right, members
 
 

@@ -18,18 +18,19 @@ from unittest import mock
 
 import pytest
 
-from stepwell import errors, escape, events, journal
-from stepwell.cli import output
+from stepwell import errors, escape
 from stepwell.errors import ConfigError, DamagedError, PeerError, StepwellError, StorageError
 from stepwell.escape import shown, without_secrets
-from stepwell.events import Damage, logger
-from stepwell.store import catalog, objects
-from stepwell.store.objects import ObjectPath
-from stepwell.store.paths import RunPaths
-from tests.cli.commands import stepwell
+from stepwell.events import journal, run_events
+from stepwell.events.run_events import Damage, logger
+from stepwell.storage.store import catalog, objects
+from stepwell.storage.store.objects import ObjectPath
+from stepwell.storage.store.paths import RunPaths
+from stepwell.tools.cli import output
 from tests.hostile.forge import Forgery, net, seal_text
 from tests.hostile.stranger import STRANGER, as_user, machine, needs_root
 from tests.restore.build import restore
+from tests.tools.cli.commands import stepwell
 
 __all__ = ["machine"]
 RED = "\x1b[31mhere\x1b]0;title\x07\x9b2J\u202eevil\r\nstepwell: all is well"
@@ -124,7 +125,7 @@ def test_a_log_line_is_one_line(lines: io.StringIO, tmp_path: Path) -> None:
 
 
 def test_control_without_the_rule_the_log_says_what_a_stranger_wants(lines: io.StringIO) -> None:
-    with mock.patch.object(events, "shown", lambda text: text):
+    with mock.patch.object(run_events, "shown", lambda text: text):
         logger.warning("%s", RED)
     assert "\x1b" in lines.getvalue() and "\nstepwell: all is well" in lines.getvalue()
 

@@ -16,18 +16,19 @@ from unittest import mock
 
 import pytest
 
-from stepwell import journal
-from stepwell.adapters.scr.files import clear_work, publish, withdraw
-from stepwell.agent.persist import Persister
-from stepwell.agent.writer import Writer
-from stepwell.cli import clean as cleaning
-from stepwell.cli.liveness import Life
+from stepwell.adapters.scr.application_files import clear_work, publish, withdraw
+from stepwell.agent.files.writer import Writer
+from stepwell.agent.target.shared_target import Persister
 from stepwell.errors import DamagedError
-from stepwell.format.record import FileEntry, Record
-from stepwell.restore.read import FileSource
-from stepwell.store import catalog, chains, commit, files, retention
-from stepwell.store.lineage import create_next
-from stepwell.store.paths import RunPaths
+from stepwell.events import journal
+from stepwell.restore.verified_read import FileSource
+from stepwell.storage.chain import chain_files
+from stepwell.storage.format.record import FileEntry, Record
+from stepwell.storage.store import catalog, commit, files, retention
+from stepwell.storage.store.lineage import create_next
+from stepwell.storage.store.paths import RunPaths
+from stepwell.tools.cli.commands import clean as cleaning
+from stepwell.tools.cli.liveness import Life
 from stepwell.types import CheckpointId, Keep, Owner
 from tests.hostile.forge import net, original, values
 from tests.hostile.stranger import STRANGER, as_user, machine, needs_root, swap
@@ -197,18 +198,18 @@ def test_the_agents_own_pruning_removes_nothing_elsewhere(
 
 @FOLLOWED
 def test_a_chain_is_not_removed_elsewhere(paths: RunPaths, precious: Path, is_followed: bool) -> None:
-    chain = chains.chain_path(paths, FIRST)
+    chain = chain_files.chain_path(paths, FIRST)
     chain.mkdir(parents=True)
     for path in (chain, chain.parent):
         path.chmod(0o777)
     (chain / "chain.json").write_bytes(b"")
     point = at_point("chain.prune", lambda: swap_as_stranger(chain, precious))
     with (
-        mock.patch.object(chains, "crash_point", point),
+        mock.patch.object(chain_files, "crash_point", point),
         links(are_followed=is_followed),
         contextlib.suppress(OSError, DamagedError),
     ):
-        chains.remove_chain(paths.root, FIRST)
+        chain_files.remove_chain(paths.root, FIRST)
     assert untouched(precious) is not is_followed
 
 

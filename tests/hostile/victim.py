@@ -22,16 +22,16 @@ from unittest import mock
 
 import torch
 
-from stepwell.cli import main as cli
 from stepwell.errors import StepwellError
-from stepwell.format import manifest, tree
-from stepwell.restore import read
-from stepwell.state import flatten
-from stepwell.store import files
+from stepwell.restore import verified_read
+from stepwell.storage.format import manifest, tree
+from stepwell.storage.store import files
+from stepwell.tools.cli import main as cli
+from stepwell.training.state import flatten
 from tests.hostile.attacks import ATTACKS
 from tests.hostile.forge import Forgery, net, values
 from tests.restore.build import damage_events, restore
-from tests.state.same import difference
+from tests.training.state.same import difference
 
 MARGIN_BYTES = 512 << 20
 COMMANDS = ("ls", "show", "why", "verify")
@@ -123,7 +123,7 @@ CONTROLS: dict[str, tuple[Any, str, Any]] = {
         "_array",
         lambda self, said: self._leaf(said["leaf"]).numpy().copy(),
     ),
-    "header with other names": (read, "check_header", lambda *_: None),
+    "header with other names": (verified_read, "check_header", lambda *_: None),
 }
 """Each of these attacks gets through with one safety off."""
 

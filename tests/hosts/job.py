@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stepwell.levels.orders import run_cache
-from stepwell.store.lineage import read_run
-from stepwell.store.paths import RunPaths
+from stepwell.levels.assignments import run_cache
+from stepwell.storage.store.lineage import read_run
+from stepwell.storage.store.paths import RunPaths
 from tests.crash.harness import Server, Trainer, wait_for
 from tests.hosts.lab import HEAD, Host, Lab
 from tests.levels.cluster import Cluster

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from stepwell.store.lineage import read_lineages
+from stepwell.storage.store.lineage import read_lineages
 from tests.crash.harness import report, wait_for
 from tests.hosts.conftest import MakeHosts
 from tests.hosts.job import HostJob

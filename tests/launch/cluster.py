@@ -22,8 +22,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from stepwell.journal import read_events
-from stepwell.launch.table import Table, decode
+from stepwell.events.journal import read_events
+from stepwell.launch.slot_table import Table, decode
 from tests.crash.harness import Process, _read, wait_for
 
 HERE = Path(__file__).parent
@@ -117,7 +117,7 @@ class Cluster:
         self.port = int((folder / "port").read_text())
 
     def _start_store(self) -> subprocess.Popen[bytes]:
-        command = [*self.onto(STORE), sys.executable, "-m", "stepwell.cli.main", "store", "--bind", self.address]
+        command = [*self.onto(STORE), sys.executable, "-m", "stepwell.tools.cli.main", "store", "--bind", self.address]
         command += ["--port", "0", "--port-file", str(self.folder / "port")]
         with (self.folder / "store.log").open("wb") as log:
             store = subprocess.Popen(command, stdout=log, stderr=log)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from stepwell.launch import codes
+from stepwell.launch import exit_status
 from tests.crash.harness import report
 from tests.launch.cluster import Cluster, losses_in
 from tests.launch.conftest import MakeCluster, Undisturbed
@@ -75,11 +75,11 @@ def test_out_of_spares_ends_every_survivor_with_its_status(make_cluster: MakeClu
     cluster.start("a", "b")
     cluster.wait_steps(2)
     cluster.lose("b")
-    assert cluster.codes(["a"]) == {"a": codes.OUT_OF_SPARES}
+    assert cluster.codes(["a"]) == {"a": exit_status.OUT_OF_SPARES}
     lines = [line for line in cluster.nodes["a"].text().splitlines() if line.startswith("stepwell: job: out of spares")]
     assert len(lines) == 1, cluster.logs()
     cluster.start("late")  # whoever comes then is told the same
-    assert cluster.codes(["late"]) == {"late": codes.OUT_OF_SPARES}
+    assert cluster.codes(["late"]) == {"late": exit_status.OUT_OF_SPARES}
 
 
 @pytest.mark.soak
@@ -89,7 +89,7 @@ def test_a_lost_store_ends_every_agent(make_cluster: MakeCluster) -> None:
     cluster.wait_steps(2)
     wait_for_spares(cluster, 1)
     cluster.store.kill()
-    assert cluster.codes() == {"a": codes.STORE_LOST, "b": codes.STORE_LOST}
+    assert cluster.codes() == {"a": exit_status.STORE_LOST, "b": exit_status.STORE_LOST}
     for name in ("a", "b"):
         assert f"the store 127.0.0.1:{cluster.port} is lost" in cluster.nodes[name].text()
 
@@ -172,7 +172,7 @@ def test_a_node_whose_workers_keep_failing_is_put_aside(make_cluster: MakeCluste
     table = cluster.table()
     assert len(table.quarantine) == 1 and "first to fail 1 times" in next(iter(table.quarantine.values()))
     gone = set(before.values()) - set(cluster.ranks().values())
-    assert cluster.codes(gone) == {next(iter(gone)): codes.QUARANTINED}
+    assert cluster.codes(gone) == {next(iter(gone)): exit_status.QUARANTINED}
 
 
 @pytest.mark.soak
@@ -182,7 +182,7 @@ def test_the_budget_of_restarts_is_the_job_s(make_cluster: MakeCluster) -> None:
     cluster.wait_steps(2)
     crash_worker(cluster, "a")
     (cluster.folder / "crash.b").touch()
-    assert cluster.codes() == {"a": codes.OUT_OF_RESTARTS, "b": codes.OUT_OF_RESTARTS}
+    assert cluster.codes() == {"a": exit_status.OUT_OF_RESTARTS, "b": exit_status.OUT_OF_RESTARTS}
 
 
 @pytest.mark.soak
@@ -193,7 +193,7 @@ def test_an_agent_that_gives_up_ends_the_job(make_cluster: MakeCluster) -> None:
     cluster.start("b")
     wait_for_spares(cluster, 1)
     (cluster.folder / "crash.a").touch()
-    assert cluster.codes() == {"a": 1, "b": codes.FAILED}
+    assert cluster.codes() == {"a": 1, "b": exit_status.FAILED}
     assert "failed more often than --max-restarts allows" in cluster.nodes["b"].text()
 
 
@@ -204,7 +204,7 @@ def test_a_notice_ends_all_agents_with_requeue(make_cluster: MakeCluster, undist
     cluster.wait_steps(3)
     wait_for_spares(cluster, 1)
     (cluster.folder / "notice").touch()
-    assert cluster.codes() == dict.fromkeys("abc", codes.REQUEUE)
+    assert cluster.codes() == dict.fromkeys("abc", exit_status.REQUEUE)
     last = max(note["step"] for note in cluster.notes() if "step" in note)
     (cluster.folder / "notice").unlink()
     again = make_cluster(2, 3, epochs=EPOCHS)
@@ -224,7 +224,7 @@ def test_a_node_with_another_number_of_workers_is_refused(make_cluster: MakeClus
     wait_for_spares(cluster, 1)
     rounds = cluster.rounds()
     cluster.lose("a")
-    assert cluster.codes(["c"]) == {"c": codes.QUARANTINED}
+    assert cluster.codes(["c"]) == {"c": exit_status.QUARANTINED}
     assert "it starts 2 workers, the other nodes of the job 1" in cluster.nodes["c"].text()
     cluster.start("d")
     cluster.wait_back(time.monotonic(), rounds)
@@ -250,7 +250,7 @@ def test_a_second_agent_in_one_cache_directory_is_told_so(make_cluster: MakeClus
     cluster.start("a")
     cluster.wait_steps(2)
     cluster.start("b", STEPWELL_CACHE=str(cluster.cache("a")))
-    assert cluster.codes(["b"]) == {"b": codes.FAILED}
+    assert cluster.codes(["b"]) == {"b": exit_status.FAILED}
     assert "another agent lives in" in cluster.nodes["b"].text()
     assert cluster.rounds() == 1
 
@@ -274,7 +274,7 @@ def test_eight_nodes_and_four_spares_survive_four_losses_and_not_five(
     last = cluster.ranks()
     cluster.lose(last[5])
     left = [name for rank, name in last.items() if rank != 5]
-    assert cluster.codes(left, 120) == dict.fromkeys(left, codes.OUT_OF_SPARES)
+    assert cluster.codes(left, 120) == dict.fromkeys(left, exit_status.OUT_OF_SPARES)
     expected = undisturbed(8, 100)
     for step, found in losses_in(cluster.folder).items():
         assert found == expected[step], step

@@ -17,16 +17,16 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from stepwell.errors import ConfigError, DamagedError
-from stepwell.format.document import seal
-from stepwell.launch import codes
-from stepwell.launch.codes import Ended
+from stepwell.launch import exit_status
 from stepwell.launch.conf import Conf, read_conf
-from stepwell.launch.gate import why_refused
-from stepwell.launch.place import hold_port, own_address
+from stepwell.launch.exit_status import Ended
+from stepwell.launch.health import why_refused
+from stepwell.launch.meeting_point import hold_port, own_address
 from stepwell.launch.pulse import Pulse
 from stepwell.launch.rendezvous import create
 from stepwell.launch.round import RoundStore
-from stepwell.store.node import node_id
+from stepwell.storage.format.document import seal
+from stepwell.storage.store.node_id import node_id
 from tests.crash.harness import wait_for
 
 
@@ -101,7 +101,8 @@ def test_a_node_keeps_its_id(tmp_path: Path) -> None:
 
 
 def test_all_who_make_the_id_at_once_get_the_same(tmp_path: Path) -> None:
-    program = f"from pathlib import Path; from stepwell.store.node import node_id; print(node_id(Path('{tmp_path}')))"
+    program = "from pathlib import Path; from stepwell.storage.store.node_id import node_id; "
+    program += f"print(node_id(Path('{tmp_path}')))"
     started = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(4)]
     assert len({process.communicate()[0] for process in started}) == 1
 
@@ -133,7 +134,7 @@ def test_ranks_follow_from_the_slot_as_torchrun_computes_them() -> None:
 
 
 def test_the_store_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stepwell.cli.main", "store", "--bind", "127.0.0.1", "--port", "0"]
+    command = [sys.executable, "-m", "stepwell.tools.cli.main", "store", "--bind", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen(
         [*command, "--port-file", str(tmp_path / "port")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -152,7 +153,7 @@ def test_the_store_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
 def test_a_job_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Ended) as ended:
         create(RendezvousParameters("stepwell", "127.0.0.1:1", "none", 1, 2))
-    assert ended.value.code == codes.FAILED and "stepwell: give the job a name" in capsys.readouterr().err
+    assert ended.value.code == exit_status.FAILED and "stepwell: give the job a name" in capsys.readouterr().err
 
 
 def agent(tmp_path: Path, *more: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -173,7 +174,7 @@ def test_a_refused_node_ends_torchrun_with_its_status(tmp_path: Path) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     words = ("--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{server.port}", "--rdzv-conf=min_free_gb=1000000000")
     done = agent(tmp_path, *words, STEPWELL_CACHE=str(tmp_path / "cache"))
-    assert done.returncode == codes.QUARANTINED and "GB are asked for" in done.stderr
+    assert done.returncode == exit_status.QUARANTINED and "GB are asked for" in done.stderr
     other = agent(tmp_path, *words[:2], "--nnodes=2:2")  # the last one counts
     assert other.returncode == 1 and "started with --nnodes=2:2, the job with --nnodes=1:2" in other.stderr
 
@@ -181,4 +182,4 @@ def test_a_refused_node_ends_torchrun_with_its_status(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_store_that_is_not_there_ends_torchrun_with_its_status(tmp_path: Path) -> None:
     done = agent(tmp_path, "--rdzv-id=job", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-conf=store_seconds=4")
-    assert done.returncode == codes.STORE_LOST and "the store 127.0.0.1:1 is lost" in done.stderr
+    assert done.returncode == exit_status.STORE_LOST and "the store 127.0.0.1:1 is lost" in done.stderr

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from stepwell.errors import StateError
-from stepwell.launch import codes
-from stepwell.launch.table import (
+from stepwell.launch import exit_status
+from stepwell.launch.slot_table import (
     Member,
     Table,
     arrive,
@@ -116,12 +116,12 @@ def test_two_nodes_in_turn_are_not_put_aside() -> None:
 
 def test_a_budget_ends_the_job() -> None:
     table = bury(formed(), {"n1.0"}, 0)
-    assert table.over is not None and table.over.code == codes.OUT_OF_RESTARTS
+    assert table.over is not None and table.over.code == exit_status.OUT_OF_RESTARTS
 
 
 def test_giving_up_says_which_slots() -> None:
     table = give_up(bury(formed(3, 0), {"n0.0", "n2.0"}, None), 5)
-    assert table.over is not None and table.over.code == codes.OUT_OF_SPARES
+    assert table.over is not None and table.over.code == exit_status.OUT_OF_SPARES
     assert "slots 0, 2 lost" in table.over.reason
     table = give_up(enter(Table((None, None), 2), member("a")), 5)
     assert table.over is not None and "1 of 2 nodes came" in table.over.reason
@@ -132,18 +132,18 @@ def test_the_end() -> None:
     table = finish(finish(formed(), "n0.0"), "n1.0")
     assert table.over is None and table.watched() == ["n2.0", "n3.0"]  # those that ended may go
     done = finish(table, "n2.0").over
-    assert done is not None and done.code == codes.DONE
+    assert done is not None and done.code == exit_status.DONE
     lost = bury(table, {"n2.0"}, None).over
-    assert lost is not None and lost.code == codes.REQUEUE
+    assert lost is not None and lost.code == exit_status.REQUEUE
     failed = come(table, 2).over
-    assert failed is not None and failed.code == codes.FAILED
+    assert failed is not None and failed.code == exit_status.FAILED
 
 
 def test_told_to_leave_is_over_when_the_workers_are_gone() -> None:
     table = tell_to_leave(formed(), "a notice")
     assert table.is_running and table.over is None
     over = come(table, 2).over
-    assert over is not None and over.code == codes.REQUEUE
+    assert over is not None and over.code == exit_status.REQUEUE
 
 
 def test_quarantine_and_numbers_of_workers() -> None:

@@ -7,11 +7,11 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stepwell.levels import cache
-from stepwell.levels.orders import run_cache
-from stepwell.store import files
-from stepwell.store.lineage import read_history, read_run
-from stepwell.store.paths import RunPaths
+from stepwell.levels import cached as cache
+from stepwell.levels.assignments import run_cache
+from stepwell.storage.store import files
+from stepwell.storage.store.lineage import read_history, read_run
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId
 from tests.ranks.launch import Job, Launch
 

@@ -16,26 +16,27 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from stepwell import journal
-from stepwell.agent.keeper import Keeper
-from stepwell.agent.spill import Spill
-from stepwell.agent.writer import Writer
-from stepwell.caches import Caches
+from stepwell.agent.files.writer import Writer
+from stepwell.agent.target.node_target import Keeper
+from stepwell.agent.target.spill import Spill
 from stepwell.errors import DamagedError
-from stepwell.format.checksum import BlockHasher
-from stepwell.format.record import FileEntry, Record
-from stepwell.groups.consent import vote
-from stepwell.levels import sets, verdict
-from stepwell.levels.cache import Level
-from stepwell.levels.copies import keep_shard
-from stepwell.levels.orders import Orders, Seat, run_cache
-from stepwell.levels.serve import PeerServer, listen
-from stepwell.levels.spec import Levels, Node, Pairs, Partner, Protection, Shared, Single
-from stepwell.restore.read import read_file
-from stepwell.store.paths import RunPaths
-from stepwell.trust.secret import draw_secret
+from stepwell.events import journal
+from stepwell.levels import level_verdict
+from stepwell.levels.assignments import Orders, Seat, run_cache
+from stepwell.levels.cached import Level
+from stepwell.levels.level_spec import Levels, Node, Pairs, Partner, Protection, Shared, Single
+from stepwell.levels.peers.server import PeerServer, listen
+from stepwell.levels.protect import sets
+from stepwell.levels.protect.copies import keep_shard
+from stepwell.ranks.groups.consent import vote
+from stepwell.ranks.wire.secret import draw_secret
+from stepwell.restore.from_nodes import Caches
+from stepwell.restore.verified_read import read_file
+from stepwell.storage.format.checksum import BlockHasher
+from stepwell.storage.format.record import FileEntry, Record
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
-from tests.groups.circle import Circle
+from tests.ranks.groups.circle import Circle
 
 RUN = "0123456789abcdef"
 OLD, NEW = CheckpointId(6, 0, 1), CheckpointId(9, 0, 1)
@@ -98,7 +99,7 @@ class Field:
         with ExitStack() as stack:
             keepers = self._serve(stack)
             states = {keeper.owner.rank: keeper.answers.state(id) for keeper in keepers}
-            manifest = verdict.make_manifest(RUN, id, meta, states)
+            manifest = level_verdict.make_manifest(RUN, id, meta, states)
             for keeper in keepers:
                 keeper.decisions.keep(id, manifest.dump(), Level(flush=True).dump())
 

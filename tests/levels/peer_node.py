@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from stepwell.levels.fetch import Peer
-from stepwell.levels.serve import PeerServer
-from stepwell.levels.wire import terms_of
-from stepwell.trust.greeting import NONCE_BYTES, PROOF_BYTES, Caller
-from stepwell.trust.seal import TAG_BYTES, Seals, digest_of
-from stepwell.trust.secret import draw_secret
+from stepwell.levels.peers.fetch import Peer
+from stepwell.levels.peers.peer_frames import terms_of
+from stepwell.levels.peers.server import PeerServer
+from stepwell.ranks.wire.greeting import NONCE_BYTES, PROOF_BYTES, Caller
+from stepwell.ranks.wire.seal import TAG_BYTES, Seals, digest_of
+from stepwell.ranks.wire.secret import draw_secret
 
 RUN = "0123456789abcdef"
 CHECKPOINT = "step-000000000012.l0001"

@@ -11,15 +11,15 @@ import pytest
 
 import stepwell
 from stepwell.errors import FencedError, StorageError, VoidError
-from stepwell.format.record import Record
-from stepwell.store import assemble, commit, files
-from stepwell.store.lineage import create_next, open_run
-from stepwell.store.paths import RunPaths
+from stepwell.storage.format.record import Record
+from stepwell.storage.store import assemble, commit, files
+from stepwell.storage.store.lineage import create_next, open_run
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
 from tests.crash.harness import wait_for
 from tests.levels.cluster import Cluster
-from tests.loop.small import Small
 from tests.ranks.conftest import MakeJob, Straight, soak
+from tests.training.loop.small import Small
 
 SAMPLES, EPOCHS = 96, 12
 ARGUMENTS = ("--samples", SAMPLES, "--epochs", EPOCHS)

@@ -8,13 +8,24 @@ from typing import Any
 import pytest
 
 import stepwell
-from stepwell.journal import read_events
-from stepwell.levels import choose
-from stepwell.levels.spec import Levels, Node, Pairs, Partner, Protection, ReedSolomon, Shared, Single, Xor, read_levels
-from stepwell.store.paths import RunPaths
+from stepwell.events.journal import read_events
+from stepwell.levels import first_level
+from stepwell.levels.level_spec import (
+    Levels,
+    Node,
+    Pairs,
+    Partner,
+    Protection,
+    ReedSolomon,
+    Shared,
+    Single,
+    Xor,
+    read_levels,
+)
+from stepwell.storage.store.paths import RunPaths
 from tests.levels.cluster import Cluster
-from tests.loop.small import Small
 from tests.ranks.conftest import MakeJob, soak
+from tests.training.loop.small import Small
 
 
 @pytest.mark.parametrize(
@@ -36,16 +47,18 @@ from tests.ranks.conftest import MakeJob, soak
 def test_the_faster_one_counting_what_protection_costs(
     node: float | None, shared: float | None, protect: Protection, expected: bool
 ) -> None:
-    assert choose.is_worth_it(node, shared, protect) is expected
+    assert first_level.is_worth_it(node, shared, protect) is expected
 
 
 def test_what_is_written_to_measure_is_little_and_gone(tmp_path: Path) -> None:
     assert (
-        choose.probe_bytes(1) == 32 << 20 and choose.probe_bytes(64) == 4 << 20 and choose.probe_bytes(4096) == 2 << 20
+        first_level.probe_bytes(1) == 32 << 20
+        and first_level.probe_bytes(64) == 4 << 20
+        and first_level.probe_bytes(4096) == 2 << 20
     )
-    seconds = choose.write_seconds(tmp_path, 3, 2 << 20)
+    seconds = first_level.write_seconds(tmp_path, 3, 2 << 20)
     assert seconds is not None and seconds > 0 and not list(tmp_path.iterdir())
-    assert choose.write_seconds(tmp_path / "not there", 3, 2 << 20) is None
+    assert first_level.write_seconds(tmp_path / "not there", 3, 2 << 20) is None
 
 
 def test_what_was_not_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -71,7 +84,7 @@ def test_a_run_goes_where_it_is_faster_and_finds_what_lies_in_either(
     for number in range(2):
         shared_seconds = 9.0 if is_slow == (number == 0) else 0.001
         monkeypatch.setattr(
-            choose,
+            first_level,
             "write_seconds",
             lambda place, *_: shared_seconds if place == run_dir else 1.0,  # noqa: B023
         )

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepwell.errors import ConfigError, DamagedError
-from stepwell.levels import codes
-from stepwell.levels.codes import Layout, encode, encode_stripe, rebuild, survives
+from stepwell.levels.protect import erasure
+from stepwell.levels.protect.erasure import Layout, encode, encode_stripe, rebuild, survives
 
 PAGE = 4096
 
@@ -83,7 +83,7 @@ def some(lengths: Sequence[int], seed: int = 0) -> list[bytes]:
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a few pages then have several slices, and a short one."""
-    monkeypatch.setattr(codes, "SLICE_BYTES", 2 * PAGE)
+    monkeypatch.setattr(erasure, "SLICE_BYTES", 2 * PAGE)
 
 
 # The loss matrix
@@ -111,7 +111,7 @@ def test_every_loss(count: int, parity: int) -> None:
 def test_control_too_many_losses_would_be_seen(parity: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the refusal the matrix fails: a lost member would be read."""
     shards = Shards(some([PAGE * 8] * 6), parity)
-    monkeypatch.setattr(codes, "survives", lambda layout, lost: True)
+    monkeypatch.setattr(erasure, "survives", lambda layout, lost: True)
     with pytest.raises(AssertionError, match="not in"):
         shards.rebuilt(range(parity + 1))
 
@@ -129,7 +129,7 @@ def test_control_a_wrong_byte_of_parity_is_a_wrong_byte_of_what_is_rebuilt(parit
 
 @pytest.mark.parametrize("parity", [1, 2, 3])
 def test_sizes_at_the_edges(parity: int) -> None:
-    slice_bytes = codes.SLICE_BYTES
+    slice_bytes = erasure.SLICE_BYTES
     for lengths in ([0] * 4, [1, 0, 0, 0], [slice_bytes, slice_bytes + 1, 1, 0], [PAGE, PAGE - 1, PAGE + 1, 2 * PAGE]):
         shards = Shards(some(lengths), parity)
         for lost in combinations(range(4), parity):
@@ -231,7 +231,7 @@ def test_a_stripe_at_once_is_the_same_parity(count: int, parity: int) -> None:
 
 def test_headers_tell_nothing_of_the_content() -> None:
     """So they are not stored, and those of zeros serve for any content. And nothing but headers is left out."""
-    driver = codes._driver(4, 3)
+    driver = erasure._driver(4, 3)
     content = random.Random(0).randbytes(4 * PAGE)
     pieces, empty = driver.encode(content), driver.encode(bytes(4 * PAGE))
     assert [piece[:-PAGE] for piece in pieces] == [piece[:-PAGE] for piece in empty]
@@ -241,7 +241,7 @@ def test_headers_tell_nothing_of_the_content() -> None:
 @pytest.mark.usefixtures("small_slices")
 def test_pieces_are_not_copied_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
     shards = Shards(some([20 * PAGE] * 4), 2)
-    driver, seen = codes._driver(2, 2), []
+    driver, seen = erasure._driver(2, 2), []
 
     class Watched:
         encode = staticmethod(driver.encode)
@@ -251,7 +251,7 @@ def test_pieces_are_not_copied_on_their_way(monkeypatch: pytest.MonkeyPatch) -> 
             seen.append([id(piece) for piece in pieces])
             return driver.reconstruct(pieces, numbers)
 
-    monkeypatch.setattr(codes, "_driver", lambda data, parity: Watched)
+    monkeypatch.setattr(erasure, "_driver", lambda data, parity: Watched)
     assert shards.encoded(0) == shards.parity[0]
     assert len(seen) == 2 * 5  # rows, slices
     assert all(places == seen[0] for places in seen)
@@ -322,13 +322,13 @@ def test_shards_beyond_4_gib_in_a_few_places(count: int, parity: int, monkeypatc
     lengths = (*(2 * LONG * (count - parity) - number * (LONG + 1) for number in range(count - 1)), 1)
     layout = Layout(lengths, parity)
     assert layout.chunk_bytes > 1 << 33
-    every = layout.chunk_bytes // codes.SLICE_BYTES
+    every = layout.chunk_bytes // erasure.SLICE_BYTES
 
     def slices(self: Layout) -> Iterator[tuple[int, int]]:
-        for number in (0, 1, 4095, 4096, LONG // codes.SLICE_BYTES, every - 1, every):
-            start = number * codes.SLICE_BYTES
+        for number in (0, 1, 4095, 4096, LONG // erasure.SLICE_BYTES, every - 1, every):
+            start = number * erasure.SLICE_BYTES
             if start < self.chunk_bytes:
-                yield start, min(codes.SLICE_BYTES, self.chunk_bytes - start)
+                yield start, min(erasure.SLICE_BYTES, self.chunk_bytes - start)
 
     monkeypatch.setattr(Layout, "slices", slices)
     parities: dict[tuple[int, int], bytes] = {}

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from stepwell import journal
-from stepwell.agent.flush import Flusher
-from stepwell.agent.persist import Persister
-from stepwell.levels import cache
-from stepwell.levels.orders import run_cache
-from stepwell.levels.spec import Pairs
-from stepwell.store import catalog, files
-from stepwell.store.lineage import create_next, open_run
-from stepwell.store.paths import RunPaths
+from stepwell.agent.target.flush import Flusher
+from stepwell.agent.target.shared_target import Persister
+from stepwell.events import journal
+from stepwell.levels import cached
+from stepwell.levels.assignments import run_cache
+from stepwell.levels.level_spec import Pairs
+from stepwell.storage.store import catalog, files
+from stepwell.storage.store.lineage import create_next, open_run
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import Keep, Owner
 from tests.levels.field import NEW, RUN, Field
 from tests.levels.peer_node import until
@@ -49,7 +49,7 @@ def test_a_leader_that_is_replaced_while_it_waits_does_not_give_up(tmp_path: Pat
     until(lambda: files.exists(shared.checkpoint(NEW) / "rank-00000.json"))  # it waits for the other rank
     first.close()  # a new trainer took this agent over
     until(lambda: first.is_idle)
-    assert not cache.is_flushed(run_cache(field.place("a"), RUN), NEW, [0])
+    assert not cached.is_flushed(run_cache(field.place("a"), RUN), NEW, [0])
     leader, other = make_flusher(field, shared, 0), make_flusher(field, shared, 1)
     until(lambda: leader.is_idle and other.is_idle)
     manifest = catalog.read_manifest(shared, NEW)
@@ -57,7 +57,7 @@ def test_a_leader_that_is_replaced_while_it_waits_does_not_give_up(tmp_path: Pat
         record = catalog.read_record(shared, manifest, rank)
         for file in record.files:
             assert files.get(shared.checkpoint(NEW) / file.name) == field.contents[NEW][rank][file.name]
-    assert cache.is_flushed(run_cache(field.place("a"), RUN), NEW, [0])
+    assert cached.is_flushed(run_cache(field.place("a"), RUN), NEW, [0])
     leader.close()
     other.close()
 
@@ -69,7 +69,7 @@ def test_a_leader_that_waits_for_nothing_any_more_does_not_get_on(
 
     Bytes that arrive are a sign of life: then it goes on waiting.
     """
-    monkeypatch.setattr("stepwell.agent.flush._STILL_SECONDS", 0.5)
+    monkeypatch.setattr("stepwell.agent.target.flush._STILL_SECONDS", 0.5)
     field, shared = two_nodes(tmp_path)
     leader = make_flusher(field, shared, 0)
     until(lambda: files.exists(shared.checkpoint(NEW) / "rank-00000.json"))

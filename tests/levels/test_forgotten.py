@@ -11,11 +11,11 @@ import pytest
 
 import stepwell
 from stepwell.errors import ConfigError, RestoreError
-from stepwell.store.mark import read_mark
-from stepwell.store.paths import RunPaths
-from tests.cli.commands import good
+from stepwell.storage.store.nodes_mark import read_mark
+from stepwell.storage.store.paths import RunPaths
 from tests.crash.harness import wait_for
-from tests.loop.small import Small
+from tests.tools.cli.commands import good
+from tests.training.loop.small import Small
 
 
 def levels(cache: Path, every: int = 99) -> dict[str, Any]:

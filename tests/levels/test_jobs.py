@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.store.lineage import read_history
+from stepwell.storage.store.lineage import read_history
 from tests.crash.harness import wait_for
 from tests.levels.cluster import Cluster
 from tests.ranks.conftest import MakeJob, Straight, soak

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stepwell.levels.spec import Pairs, Partner, ReedSolomon, Single, Xor
+from stepwell.levels.level_spec import Pairs, Partner, ReedSolomon, Single, Xor
 from tests.levels.field import NEW, OLD, Field
 from tests.ranks.conftest import soak
 

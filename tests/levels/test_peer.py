@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from stepwell.errors import ConfigError, PeerError, StorageError
-from stepwell.format.checksum import block_digest
-from stepwell.format.record import FileEntry
-from stepwell.levels.fetch import MAX_STREAMS, Peer, PeerSource
-from stepwell.levels.wire import MAX_ANSWER_BYTES, MAX_RANGE_BYTES, Patience, Stream, terms_of
-from stepwell.restore.read import Source, read_file
-from stepwell.trust.greeting import CALLER, NONCE_BYTES, PROOF_BYTES, SERVER
-from stepwell.trust.seal import TAG_BYTES
-from stepwell.trust.secret import draw_secret
+from stepwell.levels.peers.fetch import MAX_STREAMS, Peer, PeerSource
+from stepwell.levels.peers.peer_frames import MAX_ANSWER_BYTES, MAX_RANGE_BYTES, Patience, Stream, terms_of
+from stepwell.ranks.wire.greeting import CALLER, NONCE_BYTES, PROOF_BYTES, SERVER
+from stepwell.ranks.wire.seal import TAG_BYTES
+from stepwell.ranks.wire.secret import draw_secret
+from stepwell.restore.verified_read import Source, read_file
+from stepwell.storage.format.checksum import block_digest
+from stepwell.storage.format.record import FileEntry
 from tests.levels.peer_node import (
     CHECKPOINT,
     RUN,
@@ -171,7 +171,7 @@ def test_connections_are_kept_and_no_more_than_the_limit(node: Node) -> None:
 
 
 def test_an_idle_connection_is_closed_and_opened_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.levels.serve.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("stepwell.levels.peers.server.IDLE_SECONDS", 0.1)
     peer = node.peer()
     for _ in range(2):
         peer.ask("hello")
@@ -196,7 +196,7 @@ def test_a_server_that_came_back(stack: ExitStack, tmp_path: Path) -> None:
 def test_a_full_house_is_closed_at_once_and_a_place_that_is_free_again_is_taken(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepwell.levels.serve.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("stepwell.levels.peers.server.MAX_CONNECTIONS", 2)
     inside = [node.member(), node.member()]
     assert is_hung_up(node.call())
     node.check_refused({"full": 1})
@@ -210,7 +210,7 @@ def test_a_full_house_is_closed_at_once_and_a_place_that_is_free_again_is_taken(
 
 def test_more_nodes_than_places_are_all_served(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks of a large job ask rank 0 again and again, and keep their connections."""
-    monkeypatch.setattr("stepwell.levels.serve.MAX_CONNECTIONS", 8)
+    monkeypatch.setattr("stepwell.levels.peers.server.MAX_CONNECTIONS", 8)
     peers = [node.peer() for _ in range(30)]
     for _ in range(3):
         for peer in peers:
@@ -295,8 +295,8 @@ def test_a_server_that_cannot_prove_itself_is_refused() -> None:
 
 
 def test_control_without_the_check_it_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.trust.greeting.is_proof", lambda given, expected: True)
-    monkeypatch.setattr("stepwell.trust.seal.is_tag", lambda given, expected: True)
+    monkeypatch.setattr("stepwell.ranks.wire.greeting.is_proof", lambda given, expected: True)
+    monkeypatch.setattr("stepwell.ranks.wire.seal.is_tag", lambda given, expected: True)
 
     def believe(sock: socket.socket) -> None:
         sock.sendall(b"c" * NONCE_BYTES)
@@ -434,7 +434,7 @@ def test_tls(tls_node: Node, certificate: Path) -> None:
 def test_tls_an_idle_connection_is_opened_again(
     tls_node: Node, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepwell.levels.serve.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("stepwell.levels.peers.server.IDLE_SECONDS", 0.1)
     peer = tls_node.peer(tls=trusting(certificate))
     for _ in range(3):
         assert peer.ask("hello") == {"question": "hello"}
@@ -463,8 +463,8 @@ def test_tls_with_an_unknown_certificate_is_refused(tls_node: Node) -> None:
 
 
 def test_a_tls_reader_that_stops_is_dropped(tls_node: Node, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.levels.serve.GRACE_SECONDS", 0.2)
-    monkeypatch.setattr("stepwell.levels.wire.LEAST_BYTES_PER_SECOND", 1 << 40)
+    monkeypatch.setattr("stepwell.levels.peers.server.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("stepwell.levels.peers.peer_frames.LEAST_BYTES_PER_SECOND", 1 << 40)
     with open(tls_node.place / "sparse", "wb") as file:
         file.truncate(MAX_RANGE_BYTES)
     peer = tls_node.peer(tls=trusting(certificate))

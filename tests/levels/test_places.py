@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 import stepwell
-from stepwell.agent import keeper
-from stepwell.events import Event
-from stepwell.levels.events import NodeCloned, OneCache
-from stepwell.levels.places import Machine, Sitting, find_sittings
-from stepwell.store.mounts import mount_of
-from stepwell.store.node import node_id
-from tests.groups.circle import Circle
+from stepwell.agent.target import node_target
+from stepwell.events.level_events import NodeCloned, OneCache
+from stepwell.events.run_events import Event
+from stepwell.levels.node_map import Machine, Sitting, find_sittings
+from stepwell.storage.store.mounts import mount_of
+from stepwell.storage.store.node_id import node_id
 from tests.levels.cluster import Cluster
-from tests.loop.small import Small
 from tests.ranks.conftest import MakeJob, Straight
+from tests.ranks.groups.circle import Circle
+from tests.training.loop.small import Small
 
 SAMPLES = 96
 ARGUMENTS = ("--samples", SAMPLES, "--epochs", 6)
@@ -83,8 +83,8 @@ def test_a_cache_that_cannot_be_written_is_told_apart_for_this_start(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("stepwell.levels.places.Path.touch", refuse)
-    monkeypatch.setattr("stepwell.store.files.put", refuse)
+    monkeypatch.setattr("stepwell.levels.node_map.Path.touch", refuse)
+    monkeypatch.setattr("stepwell.storage.store.files.put", refuse)
     found, said = find(tmp_path, "ab", on("a", "b"))
     assert found[0].node != found[1].node and len(said) == 1
 
@@ -127,7 +127,9 @@ def test_a_job_on_nodes_from_one_image_survives_the_loss_of_one(make_job: MakeJo
     assert job.ledger.resumed()[1] >= step
     assert [event["source"] for event in job.events("restore") if not event.get("rank")] == ["node"]
     kept = [len(list(job.folder.glob(f"node.{node}/runs/*/step-*"))) for node in "axcd"]
-    assert max(kept) <= 2 + keeper._MOST_UNDECIDED, f"caches are pruned, but for what still waits for a rank: {kept}"
+    assert max(kept) <= 2 + node_target._MOST_UNDECIDED, (
+        f"caches are pruned, but for what still waits for a rank: {kept}"
+    )
     assert job.difference(straight(4, *ARGUMENTS)) is None
     job.check_nothing_left()
 
@@ -150,7 +152,7 @@ def test_a_cache_that_is_made_beside_its_disk_is_named(run_dir: Path, tmp_path: 
 def test_one_in_a_file_system_of_its_own_is_made_quietly(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepwell.caches.mount_of", lambda path: (str(tmp_path), "ext4"))
+    monkeypatch.setattr("stepwell.restore.from_nodes.mount_of", lambda path: (str(tmp_path), "ext4"))
     run = Small(run_dir, {"levels": [stepwell.Node(tmp_path / "cache")]})
     run.ckpt.restore()
     run.ckpt.close()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stepwell.faults import OF_LEVELS, PARTS, POINTS
-from stepwell.format.checksum import BLOCK_BYTES
+from stepwell.storage.format.checksum import BLOCK_BYTES
 from tests.crash.harness import Process, wait_for
 from tests.levels.cluster import Cluster
 from tests.ranks.conftest import MakeJob, Straight, soak

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import stepwell
-from stepwell.levels.protection import compare
-from stepwell.levels.spec import Pairs, Partner, Protection, ReedSolomon, Single, Xor
-from tests.loop.small import Small
+from stepwell.levels.level_spec import Pairs, Partner, Protection, ReedSolomon, Single, Xor
+from stepwell.levels.protect.effective_scheme import compare
+from tests.training.loop.small import Small
 
 
 @pytest.mark.parametrize(

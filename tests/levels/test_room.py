@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from stepwell import journal
-from stepwell.agent.keeper import Keeper
-from stepwell.agent.spill import Spill
-from stepwell.agent.writer import Writer
+from stepwell.agent.files.writer import Writer
+from stepwell.agent.target.node_target import Keeper
+from stepwell.agent.target.spill import Spill
 from stepwell.errors import VoidError
-from stepwell.levels.cache import Level
-from stepwell.levels.copies import keep_shard
-from stepwell.levels.orders import Orders, Seat, run_cache
-from stepwell.levels.spec import Pairs, Shared
-from stepwell.store import files
-from stepwell.store.paths import RunPaths
-from stepwell.trust.secret import draw_secret
+from stepwell.events import journal
+from stepwell.levels.assignments import Orders, Seat, run_cache
+from stepwell.levels.cached import Level
+from stepwell.levels.level_spec import Pairs, Shared
+from stepwell.levels.protect.copies import keep_shard
+from stepwell.ranks.wire.secret import draw_secret
+from stepwell.storage.store import files
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 from tests.levels.field import RUN, from_memory, make_record
 
@@ -94,7 +94,7 @@ def test_an_agent_that_comes_later_knows_what_is_whole_and_what_has_to_go_on(tmp
 
 def test_peers_that_do_not_answer_are_waited_for_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader's thread also writes its own part: a node that hangs, with many ranks, must not take all its time."""
-    monkeypatch.setattr("stepwell.levels.peers._ASK_SECONDS", 0.5)
+    monkeypatch.setattr("stepwell.levels.peers.connections._ASK_SECONDS", 0.5)
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
         seats = tuple(Seat("b", "b", *sock.getsockname()[:2]) for sock in silent)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.errors import ConfigError
-from stepwell.levels.sets import (
+from stepwell.levels.protect.sets import (
     is_recoverable_from_copies,
     is_recoverable_from_parity,
     losses_allowed,

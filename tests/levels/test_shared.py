@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from stepwell.levels import cache
-from stepwell.store.paths import RunPaths
+from stepwell.levels import cached
+from stepwell.storage.store.paths import RunPaths
 from tests.crash.harness import Namespace, wait_for
 from tests.crash.test_power import PowerDisk, need_fuse
 from tests.levels.cluster import Cluster
@@ -49,13 +49,13 @@ class Apart(Cluster):
 
     def steps_held(self) -> int:
         """Checkpoints of which something lies on the fullest node."""
-        return max(len(cache.steps(paths)) for paths in self.caches_of(self.run_id))
+        return max(len(cached.steps(paths)) for paths in self.caches_of(self.run_id))
 
     def caches_of(self, run: str) -> list[RunPaths]:
         return [RunPaths(path / "runs" / run) for path in sorted(self.folder.glob("node.*"))]
 
     def newest_on_nodes(self) -> int:
-        found = [id.step for paths in self.caches_of(self.run_id) for id in cache.steps(paths)]
+        found = [id.step for paths in self.caches_of(self.run_id) for id in cached.steps(paths)]
         return max(found, default=0)
 
 

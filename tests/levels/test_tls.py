@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.errors import ConfigError
-from stepwell.levels.tls import client_context, server_context
+from stepwell.levels.peers.tls import client_context, server_context
 from tests.levels.cluster import Cluster
 from tests.ranks.conftest import MakeJob, Straight
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import stepwell
-from stepwell.levels import cache
+from stepwell.levels import cached as cache
 from tests.crash.harness import wait_for
 from tests.levels.cluster import Cluster
 from tests.levels.test_full import ARGUMENTS, EPOCHS, SAMPLES, Small, small
-from tests.loop.small import Small as Alone
 from tests.ranks.conftest import MakeJob, Straight, soak
+from tests.training.loop.small import Small as Alone
 
 __all__ = ["small"]
 STEPS = EPOCHS * 6

@@ -41,7 +41,7 @@ def install(folder: Path) -> None:
 
 
 def fail_copy(nth: int) -> None:
-    from stepwell.snapshot import inflight
+    from stepwell.training.snapshot import inflight
 
     inner, count = inflight.digests, itertools.count(1)
 

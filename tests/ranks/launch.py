@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stepwell.format.record import Record
-from stepwell.restore.read import read_record_leaves
-from stepwell.restore.remote import open_file
-from stepwell.store import catalog
+from stepwell.restore.from_disk import open_file
+from stepwell.restore.verified_read import read_record_leaves
+from stepwell.storage.format.record import Record
+from stepwell.storage.store import catalog
 from tests.crash.harness import DEADLINE_SECONDS, Process, Run, Server, Trainer, _read, wait_for
 from tests.ranks.ledger import Ledger
 

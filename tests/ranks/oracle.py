@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stepwell.format import dtypes
-from stepwell.format.box import Box
+from stepwell.storage.format import dtypes
+from stepwell.storage.format.box import Box
 
 Rows = tuple[int, int, str]
 """Of the part of a leaf that a rank holds, the rows it stores, [first, last), and who holds the same part: `0,1,2`."""

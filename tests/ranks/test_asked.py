@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from stepwell.ranks import asked
-from stepwell.ranks.asked import Asked
+from stepwell.ranks import asked_saves
+from stepwell.ranks.asked_saves import Asked
 
 Message = dict[str, Any]
 SECONDS = 600.0
@@ -53,7 +53,7 @@ class Ranks:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     time = [0.0]
-    monkeypatch.setattr(asked.time, "monotonic", lambda: time[0])
+    monkeypatch.setattr(asked_saves.time, "monotonic", lambda: time[0])
     yield time
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.format.checksum import document_digest
-from stepwell.format.manifest import Void
-from stepwell.format.record import Record
-from stepwell.store import assemble, catalog
-from stepwell.store.lineage import read_run
-from stepwell.store.paths import RunPaths
+from stepwell.storage.format.checksum import document_digest
+from stepwell.storage.format.manifest import Void
+from stepwell.storage.format.record import Record
+from stepwell.storage.store import assemble, catalog
+from stepwell.storage.store.lineage import read_run
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId
-from tests.cli.commands import flip, good, stepwell
 from tests.crash.harness import wait_for
 from tests.ranks.conftest import MakeJob, Straight
 from tests.ranks.launch import Job
+from tests.tools.cli.commands import flip, good, stepwell
 
 WORLD = 4
 ARGUMENTS = ("--samples", 96, "--epochs", 2, "--every", 2, "--keep", 4)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stepwell import journal
-from stepwell.pace import Pace
-from stepwell.policy.every import Every, Never, Policy
-from stepwell.store.paths import RunPaths
+from stepwell.events import journal
+from stepwell.storage.store.paths import RunPaths
+from stepwell.training.loop.schedule import Pace
+from stepwell.training.policy.every import Every, Never, Policy
 from stepwell.types import Owner
 
 

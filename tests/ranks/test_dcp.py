@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from stepwell import DamagedError
 from stepwell.adapters.dcp import StepwellReader, load_into
-from tests.cli.commands import flip, good, stepwell
 from tests.ranks.conftest import MakeJob, soak
 from tests.ranks.launch import HERE, Job
 from tests.ranks.sharded import Net, named_tensors
+from tests.tools.cli.commands import flip, good, stepwell
 
 
 class Interchange(Job):

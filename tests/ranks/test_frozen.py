@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.store import catalog
-from stepwell.store.lineage import read_history
+from stepwell.storage.store import catalog
+from stepwell.storage.store.lineage import read_history
 from tests.crash.harness import Process, wait_for
 from tests.crash.test_fencing import listing
 from tests.ranks.conftest import MakeJob, Straight, soak

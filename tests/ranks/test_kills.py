@@ -8,7 +8,7 @@ import secrets
 
 import pytest
 
-from stepwell.store.lineage import read_history
+from stepwell.storage.store.lineage import read_history
 from tests.crash.harness import report
 from tests.ranks.conftest import MakeJob, Straight, soak
 from tests.ranks.launch import Job

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.leave import REQUEUE
+from stepwell.training.loop.preemption import REQUEUE
 from tests.ranks.conftest import MakeJob, soak
 from tests.ranks.test_frameworks import Framework
 

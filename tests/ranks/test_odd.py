@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stepwell.errors import VoidError
-from stepwell.store import assemble, catalog
+from stepwell.storage.store import assemble, catalog
 from tests.crash.harness import Process, wait_for
 from tests.ranks.conftest import MakeJob, soak
 from tests.ranks.launch import HERE, Job, Launch

@@ -8,8 +8,8 @@ from collections import defaultdict
 
 import pytest
 
-from stepwell.format import dtypes
-from stepwell.format.record import LeafEntry, Record
+from stepwell.storage.format import dtypes
+from stepwell.storage.format.record import LeafEntry, Record
 from tests.ranks.conftest import MakeJob
 
 WIDTH = 512

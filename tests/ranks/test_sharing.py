@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepwell.format.box import Box, is_covered
-from stepwell.format.checksum import block_digest
-from stepwell.ranks import sets, sharing
+from stepwell.ranks import rank_sets, sharing
 from stepwell.ranks.claims import NO_DIGEST, Claims, Form, Heard, Listener
-from stepwell.ranks.verdict import Shares, Verdict
+from stepwell.ranks.share_verdict import Shares, Verdict
+from stepwell.storage.format.box import Box, is_covered
+from stepwell.storage.format.checksum import block_digest
 from tests.ranks import oracle
 from tests.ranks.oracle import Claim
 
@@ -103,7 +103,7 @@ def test_what_is_equal_everywhere_is_stored_once_and_evenly(world: int, leaves: 
     sizes = [nbytes(claims, shares, rank) for rank in range(world)]
     row = max(form_of(claim).row_bytes for claim in mine.values())
     assert max(sizes) - min(sizes) <= 2 * row, "each cut is off by less than one row"
-    label = sets.label(range(world)) if world > 1 else ""
+    label = rank_sets.label(range(world)) if world > 1 else ""
     assert all(shared[2] == label for verdict in shares for shared in verdict.values())
 
 
@@ -243,7 +243,7 @@ def jobs(draw: st.DrawFn) -> Held:
 def plain(shares: list[Shares]) -> list[dict[str, tuple[int, int, tuple[int, ...]]]]:
     """With sets of ranks as numbers, however they are written."""
     return [
-        {name: (first, last, tuple(sets.read(who)) if who else ()) for name, (first, last, who) in mine.items()}
+        {name: (first, last, tuple(rank_sets.read(who)) if who else ()) for name, (first, last, who) in mine.items()}
         for mine in shares
     ]
 
@@ -301,7 +301,7 @@ def test_at_most_so_many_ranks_store_parts_of_one_set(world: int, storing: int) 
         assert is_covered(Box.whole(claim.global_shape), stored(claims, shares, name))
     sizes = [nbytes(claims, shares, rank) for rank in range(world)]
     assert sum(map(bool, sizes)) == storing and max(sizes) <= 1.1 * sum(sizes) / storing
-    assert {verdict["w"][2] for verdict in shares} == {sets.label(range(world))}
+    assert {verdict["w"][2] for verdict in shares} == {rank_sets.label(range(world))}
     if world == 64:
         assert plain(shares) == by_commas(oracle.share(claims))
 
@@ -317,7 +317,7 @@ def test_the_cap_spreads_over_each_set() -> None:
 
 
 def test_control_without_a_cap_all_of_them_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sets, "MOST_STORING", 10**6)
+    monkeypatch.setattr(rank_sets, "MOST_STORING", 10**6)
     claims = [{"w": whole((1280, 2))}] * 1000
     shares = share(claims)
     assert len(stored(claims, shares, "w")) == 1000

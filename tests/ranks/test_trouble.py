@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import flip
 from tests.crash.harness import wait_for
 from tests.ranks.conftest import MakeJob, Straight, soak
 from tests.ranks.launch import Job
 from tests.ranks.test_skew import attempted, committed
+from tests.tools.cli.commands import flip
 
 WORLD = 4
 ARGUMENTS = ("--samples", 96, "--epochs", 4)

@@ -118,7 +118,7 @@ def make_checkpointer(args: argparse.Namespace, loader: Any, tracked: dict[str, 
         every = 0 if args.plain else args.every
         return stand_in.Checkpointer(args.where, loader, every, set(args.forget.split(",")), tracked)
     import stepwell
-    import stepwell.levels.spec
+    import stepwell.levels.level_spec
 
     seed = None if args.draw_seed else 7
     policy: Any = stepwell.Every(steps=args.every)
@@ -129,7 +129,7 @@ def make_checkpointer(args: argparse.Namespace, loader: Any, tracked: dict[str, 
     levels: Any = None
     if args.protect is not None:
         cache = Path(args.where).parent / f"node.{os.environ['RANKS_NODE']}"
-        protect = eval(args.protect, vars(stepwell.levels.spec))  # of a test's own command line
+        protect = eval(args.protect, vars(stepwell.levels.level_spec))  # of a test's own command line
         levels = [stepwell.Node(cache, protect=protect, tls=args.tls), stepwell.Shared(every=args.flush)]
     return stepwell.Checkpointer(
         args.where, policy=policy, keep=args.keep, levels=levels, data=loader, seed=seed, grace=None, **tracked

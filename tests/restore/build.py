@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 
-from stepwell import journal
-from stepwell.agent.client import AgentClient
-from stepwell.agent.persist import Persister
 from stepwell.agent.queue import Layout, Pending
-from stepwell.arena.channel import encode
-from stepwell.arena.memory import FROZEN, Arena, ArenaShape, whole_pages
-from stepwell.format.manifest import Manifest
-from stepwell.reopen import Reopened, load_only, reopen
-from stepwell.snapshot.host import HostCopy
-from stepwell.snapshot.plan import Plan, make_plan
-from stepwell.state import rng
-from stepwell.state.flatten import Flat, flatten
-from stepwell.state.roles import Role
-from stepwell.state.tracked import track
-from stepwell.store.catalog import read_manifest
-from stepwell.store.lineage import create_next, open_run
-from stepwell.store.paths import RunPaths
+from stepwell.agent.target.shared_target import Persister
+from stepwell.events import journal
+from stepwell.handover.channel import encode
+from stepwell.handover.client import AgentClient
+from stepwell.handover.memory import FROZEN, Arena, ArenaShape, whole_pages
+from stepwell.restore.open_run import Reopened, load_only, reopen
+from stepwell.storage.format.manifest import Manifest
+from stepwell.storage.store.catalog import read_manifest
+from stepwell.storage.store.lineage import create_next, open_run
+from stepwell.storage.store.paths import RunPaths
+from stepwell.training.snapshot.host_copy import HostCopy
+from stepwell.training.snapshot.layout import Plan, make_plan
+from stepwell.training.state import rng
+from stepwell.training.state.flatten import Flat, flatten
+from stepwell.training.state.roles import Role
+from stepwell.training.state.tracked import track
 from stepwell.types import CheckpointId, Owner
 
 

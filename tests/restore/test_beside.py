@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from stepwell import reopen
 from stepwell.errors import RestoreError
-from stepwell.journal import read_events
-from stepwell.restore import read
-from stepwell.store import catalog, files, retention
+from stepwell.events.journal import read_events
+from stepwell.restore import open_run, verified_read
+from stepwell.storage.store import catalog, files, retention
 from stepwell.types import CheckpointId, Keep
 from tests.restore.build import RunBuilder, damage_events, restore, restore_only
 
@@ -49,7 +48,7 @@ def values(model: torch.nn.Module) -> dict[str, list[float]]:
 
 def after_planning(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> list[int]:
     """Do something of a live trainer each time after the candidates were listed."""
-    real, listed = reopen.plan, []
+    real, listed = open_run.plan, []
 
     def plan(*arguments: Any, **more: Any) -> Any:
         found = real(*arguments, **more)
@@ -57,7 +56,7 @@ def after_planning(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) 
         act(len(listed))
         return found
 
-    monkeypatch.setattr(reopen, "plan", plan)
+    monkeypatch.setattr(open_run, "plan", plan)
     return listed
 
 
@@ -151,13 +150,13 @@ def test_a_run_that_is_removed_is_not_taken_for_an_empty_one(
 def test_what_is_open_is_read_to_its_end(build: RunBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pruned after the first block was read: all files are open by then."""
     id = save(build, 1)
-    real = read.FileSource.read
+    real = verified_read.FileSource.read
 
     def read_and_prune(self: Any, *arguments: Any) -> Any:
         shutil.rmtree(build.paths.checkpoint(id), ignore_errors=True)
         return real(self, *arguments)
 
-    monkeypatch.setattr(read.FileSource, "read", read_and_prune)
+    monkeypatch.setattr(verified_read.FileSource, "read", read_and_prune)
     model = live()
     assert restore_only(build.root, {"model": model}, only={"model"})
     assert values(model) == {"a": [1.0], "b": [1.0]}

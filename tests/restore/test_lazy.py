@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepwell.errors import DamagedError
-from stepwell.format.box import Box
-from stepwell.format.record import LeafEntry, Record, absent_leaf
-from stepwell.restore import find
+from stepwell.restore import needed_records
 from stepwell.restore.whole import Part, Whole
+from stepwell.storage.format.box import Box
+from stepwell.storage.format.record import LeafEntry, Record, absent_leaf
 from tests.restore.test_whole import Piece, boxes, piece, read, tilings, write
 
 RANKS = 8
@@ -122,13 +122,13 @@ def test_copies_that_differ_are_seen_in_the_records_that_are_read() -> None:
         whole.lacking({"w": Box.whole((3, 2))})
 
 
-def answers(records: Records, size: int, questions: Sequence[find.Wanted]) -> list[list[int]]:
+def answers(records: Records, size: int, questions: Sequence[needed_records.Wanted]) -> list[list[int]]:
     """What each rank of `size` hears, after its question has travelled: each record is read by one of them."""
-    sent = [find.load(json.loads(json.dumps(find.dump(question)))) for question in questions]
+    sent = [needed_records.load(json.loads(json.dumps(needed_records.dump(question)))) for question in questions]
     told = []
     for rank in range(size):
-        mine = [records.parts[number].record for number in find.turns(rank, size, len(records.parts))]
-        told.append(find.answer(mine, sent))
+        mine = [records.parts[number].record for number in needed_records.turns(rank, size, len(records.parts))]
+        told.append(needed_records.answer(mine, sent))
     return [sorted(number for found in told for number in found.get(str(rank), ())) for rank in range(size)]
 
 
@@ -140,7 +140,7 @@ def test_another_number_of_ranks_reads_only_the_records_that_hold_its_boxes(size
     wholes = [Whole(records.parts, None, is_lazy=True) for _ in range(size)]
     shapes = {name: tuple(TENSORS[name].shape) for name in names}
     records.read.clear()
-    heard = answers(records, size, [find.ask(mine, shapes) for mine in wanted])
+    heard = answers(records, size, [needed_records.ask(mine, shapes) for mine in wanted])
     assert len(set(records.read)) == len(records.read) == RANKS - 1, "each once, by one of all ranks; rank 0's is known"
     for rank, (whole, mine) in enumerate(zip(wholes, wanted, strict=True)):
         whole.look_into(heard[rank])
@@ -157,7 +157,7 @@ def test_any_boxes_are_found(data: st.DataObject, shape: tuple[int, ...], size: 
     ranks = [[piece("w", tensor, box)] for _, box in data.draw(tilings(Box.whole(shape), 1))]
     records = Records(ranks)
     wanted = [data.draw(boxes(shape)) for _ in range(size)]
-    heard = answers(records, size, [find.ask({"w": box}, {"w": shape}) for box in wanted])
+    heard = answers(records, size, [needed_records.ask({"w": box}, {"w": shape}) for box in wanted])
     for rank, box in enumerate(wanted):
         whole = Whole(records.parts, None, is_lazy=True)
         whole.look_into(heard[rank])
@@ -189,7 +189,7 @@ def test_what_no_record_holds_is_damage() -> None:
     ],
 )
 def test_what_is_said_of_leaves_elsewhere_is_checked(change: dict[str, Any]) -> None:
-    from stepwell.format.document import seal
+    from stepwell.storage.format.document import seal
 
     record = Records([[piece("v", TENSORS["small"], Box.whole((3, 2)))], []]).parts[1].record
     good = replace(record, files=(replace(record.files[0], blocks=("0" * 16,)),), partners=(0,))

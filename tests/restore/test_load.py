@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from stepwell.errors import ConfigError, RestoreError, StateError
-from stepwell.format.record import Record
 from stepwell.restore.load import load_record
-from stepwell.restore.read import FileSource
-from stepwell.state.tracked import track
+from stepwell.restore.verified_read import FileSource
+from stepwell.storage.format.record import Record
+from stepwell.training.state.tracked import track
 from tests.restore.build import RunBuilder, damage_events, restore, restore_only
-from tests.state.same import difference
+from tests.training.state.same import difference
 
 
 def net(seed: int, width: int = 4) -> torch.nn.Module:

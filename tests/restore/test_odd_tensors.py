@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from stepwell.errors import StateError
-from stepwell.state.flatten import flatten
+from stepwell.training.state.flatten import flatten
 from tests.restore.build import RunBuilder, restore
-from tests.state.same import difference
+from tests.training.state.same import difference
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stepwell.errors import StateError
-from tests.loop.small import Small, same
+from tests.training.loop.small import Small, same
 
 
 def trained(run_dir: Path, make: Any) -> None:

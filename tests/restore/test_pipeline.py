@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepwell.errors import DamagedError
-from stepwell.format.record import FileEntry, LeafEntry
-from stepwell.restore import read
-from stepwell.restore.place import Placing
-from stepwell.restore.read import FileSource, MemorySource, Source, read_file
+from stepwell.restore import verified_read
+from stepwell.restore.into_tensors import Placing
+from stepwell.restore.verified_read import FileSource, MemorySource, Source, read_file
+from stepwell.storage.format.record import FileEntry, LeafEntry
 from tests.restore.test_read import BLOCK, in_memory, leaves, stored
 
 POISON = 0xA5
@@ -107,7 +107,7 @@ def test_a_damaged_block_in_any_place_is_refused_and_none_of_it_arrives(
 
 
 def test_control_without_the_check_a_damaged_block_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read, "_check", lambda *_: None)
+    monkeypatch.setattr(verified_read, "_check", lambda *_: None)
     content, every = pattern(3 * BLOCK), leaves([], 3 * BLOCK)
     damaged = bytearray(content)
     damaged[BLOCK + 9] ^= 4
@@ -229,14 +229,14 @@ def test_where_memory_is_scarce_one_room_is_enough(
 ) -> None:
     content, made = pattern(9 * BLOCK), []
 
-    class Scarce(read.Room):
+    class Scarce(verified_read.Room):
         def __init__(self, nbytes: int, *, huge: bool = False) -> None:
             made.append(nbytes)
             if len(made) > allowed:
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             super().__init__(nbytes, huge=huge)
 
-    monkeypatch.setattr(read, "Room", Scarce)
+    monkeypatch.setattr(verified_read, "Room", Scarce)
     found = bytearray(len(content))
 
     def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:
@@ -257,7 +257,7 @@ def test_memory_is_bounded_whatever_the_record_says_of_block_sizes(tmp_path: Pat
     file = FileEntry("x", "opaque", 3 * (64 << 20), 64 << 20, stored(content).blocks * 3)
     with (
         Opened("memory", content, 8, tmp_path) as source,
-        mock.patch.object(read, "Room", wraps=read.Room) as made,
+        mock.patch.object(verified_read, "Room", wraps=verified_read.Room) as made,
         pytest.raises(DamagedError, match=f"ends at {BLOCK}"),
     ):
         read_file(source, file, [], lambda *_: None, check_all=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepwell.format.manifest import Manifest, RecordRef
-from stepwell.restore.plan import choose
-from stepwell.store.catalog import Entry
+from stepwell.restore.preference import choose
+from stepwell.storage.format.manifest import Manifest, RecordRef
+from stepwell.storage.store.catalog import Entry
 from stepwell.types import CheckpointId
 
 

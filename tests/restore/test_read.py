@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepwell.errors import DamagedError
-from stepwell.format.checksum import block_digest
-from stepwell.format.record import FileEntry, LeafEntry
-from stepwell.restore.read import FileSource, MemorySource, Source, read_file
+from stepwell.restore.verified_read import FileSource, MemorySource, Source, read_file
+from stepwell.storage.format.checksum import block_digest
+from stepwell.storage.format.record import FileEntry, LeafEntry
 
 BLOCK = 4096
 

@@ -14,20 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stepwell.format.checksum import block_digest, document_digest
-from stepwell.format.manifest import RecordRef
-from stepwell.format.record import FileEntry, Record
 from stepwell.restore.load import load
 from stepwell.restore.whole import Part
-from stepwell.snapshot.plan import make_plan
-from stepwell.state.flatten import Flat, flatten
-from stepwell.state.roles import Role
-from stepwell.state.share import Cutter, content_of
-from stepwell.state.strides import fill
-from stepwell.state.tracked import track
+from stepwell.storage.format.checksum import block_digest, document_digest
+from stepwell.storage.format.manifest import RecordRef
+from stepwell.storage.format.record import FileEntry, Record
+from stepwell.training.snapshot.layout import make_plan
+from stepwell.training.state.flatten import Flat, flatten
+from stepwell.training.state.roles import Role
+from stepwell.training.state.share import Cutter, content_of
+from stepwell.training.state.strides import fill
+from stepwell.training.state.tracked import track
 from stepwell.types import CheckpointId, Owner
 from tests.restore.build import RunBuilder, _fill, own, restore, restore_only
-from tests.state.same import difference
+from tests.training.state.same import difference
 
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, fused=True),

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepwell.errors import DamagedError
-from stepwell.format.box import Box
-from stepwell.format.record import FileEntry, LeafEntry, Record
 from stepwell.restore.whole import Part, Whole
+from stepwell.storage.format.box import Box
+from stepwell.storage.format.record import FileEntry, LeafEntry, Record
 from stepwell.types import CheckpointId, Owner
 
 START = 4096

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 import stepwell
-from stepwell.data.permutation import Permutation
+from stepwell.training.data.permutation import Permutation
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".pnm", ".ppm", ".pgm", ".pbm", ".jp2", ".webp")
 _MOST_DRAWS = 16

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from stepwell import ConfigError, RestoreError, StateError
-from stepwell.interchange.dcp_state import (
+from stepwell.tools.interchange.dcp_state import (
     Behind,
     Box,
     flat_state,

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from stepwell import ConfigError, Keep
+from stepwell.adapters.dcp_commit import Owner, Ticket, begin, finish, write_part
 from stepwell.adapters.world import forget, hear, tell
-from stepwell.interchange.writing import Owner, Ticket, begin, finish, write_part
 
 __all__ = ["StepwellWriter"]
 

@@ -13,9 +13,9 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from stepwell import events
-from stepwell.arena.address import listen
-from stepwell.arena.channel import Channel, is_same_user
+from stepwell.events import run_events
+from stepwell.handover.agent_address import listen
+from stepwell.handover.channel import Channel, is_same_user
 
 _MOST: Final = 256
 """In one round; then the trainer is heard again."""
@@ -35,7 +35,7 @@ class Callers:
         try:
             self._listener = listen(where, rank)
         except OSError as error:
-            events.logger.warning(
+            run_events.logger.warning(
                 "cannot listen for a successor (%s): after a crash of the trainer the next start continues from disk, "
                 "not from memory",
                 error,

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from stepwell import events
-from stepwell.agent.persist import record_in_memory
 from stepwell.agent.queue import Pending
-from stepwell.arena.channel import Message
-from stepwell.arena.memory import FROZEN
+from stepwell.agent.target.shared_target import record_in_memory
+from stepwell.events import run_events
+from stepwell.handover.channel import Message
+from stepwell.handover.memory import FROZEN
 
 PROTOCOL: Final = 2
 _hashing: Final = threading.Lock()
@@ -40,7 +40,7 @@ def offer_later(
         try:
             made = make_offer(complete)
         except Exception:  # the successor waits for an answer, whatever is wrong with the snapshot
-            events.logger.exception("no snapshot is offered to the process that asks")
+            run_events.logger.exception("no snapshot is offered to the process that asks")
             made = make_offer([])
         then(*made)
 

@@ -23,21 +23,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from stepwell import events, faults, journal
+from stepwell import faults
 from stepwell.agent.callers import Callers
-from stepwell.agent.door import Door
 from stepwell.agent.offer import offer_later, why_refused
 from stepwell.agent.queue import Layouts, Pending
-from stepwell.agent.stream import StreamedSave
-from stepwell.agent.watched import Watched
+from stepwell.agent.target.chunks import StreamedSave
+from stepwell.agent.target.peer_door import Door
+from stepwell.agent.trainer_watch import Watched
 from stepwell.agent.worker import Worker
-from stepwell.arena.channel import Channel, Message
-from stepwell.arena.memory import Arena, ArenaShape
 from stepwell.errors import StepwellError
-from stepwell.format.manifest import Void
-from stepwell.store import desk
-from stepwell.store.objects import Facts
-from stepwell.store.paths import RunPaths
+from stepwell.events import journal, run_events
+from stepwell.handover.channel import Channel, Message
+from stepwell.handover.memory import Arena, ArenaShape
+from stepwell.storage.format.manifest import Void
+from stepwell.storage.store import mirror
+from stepwell.storage.store.objects import Facts
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 
 _POLL_SECONDS: Final = 0.004
@@ -86,7 +87,7 @@ class Agent:
         self._door.close()
         if self._teller is not None:
             self._teller.join(1.0)
-        desk.publish(self.paths, {}, is_last=True)
+        mirror.publish(self.paths, {}, is_last=True)
         if self.channel is not None:
             self._send({"type": "bye"})
 
@@ -128,7 +129,7 @@ class Agent:
             if self.trainer.pid:
                 with contextlib.suppress(OSError):
                     os.utime(self.paths.progress, follow_symlinks=False)
-            desk.publish(self.paths, seen)
+            mirror.publish(self.paths, seen)
             self._door.report(self.worker.log)
             self._has_news.wait(_BEAT_SECONDS)
             self._has_news.clear()
@@ -379,7 +380,7 @@ class Agent:
             channel.close()
             return
         self._leave_at = None  # it may wait for other ranks for long before it says hello
-        self.worker.log.emit(events.Adopted(pid=pid, complete=len(fds)))
+        self.worker.log.emit(run_events.Adopted(pid=pid, complete=len(fds)))
         channel.socket.settimeout(None)
         self.channel = channel
         self._selector.register(channel, selectors.EVENT_READ, self._on_trainer)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from stepwell.arena.memory import FROZEN, Arena
-from stepwell.format.record import LeafEntry, Record, load_absent
+from stepwell.handover.memory import FROZEN, Arena
+from stepwell.storage.format.record import LeafEntry, Record, load_absent
 from stepwell.types import CheckpointId, Owner
 
 _POLL_SECONDS: Final = 0.0015

@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from stepwell import events, journal
-from stepwell.agent.persist import Persister
+from stepwell.agent.files.writer import Writer
 from stepwell.agent.queue import AbandonedError, Pending, PendingQueue
-from stepwell.agent.writer import Writer
-from stepwell.arena.channel import Message
+from stepwell.agent.target.shared_target import Persister
 from stepwell.errors import FencedError, StateError, StepwellError, VoidError
-from stepwell.format.manifest import Void
-from stepwell.store.paths import RunPaths
-from stepwell.store.progress import read_progress
+from stepwell.events import journal, run_events
+from stepwell.handover.channel import Message
+from stepwell.storage.format.manifest import Void
+from stepwell.storage.store.paths import RunPaths
+from stepwell.storage.store.progress import read_progress
 from stepwell.types import CheckpointId, Keep, Owner
 
 if TYPE_CHECKING:
-    from stepwell.agent.chain import Chainer
-    from stepwell.agent.flush import Flusher
+    from stepwell.agent.chainer import Chainer
+    from stepwell.agent.target.flush import Flusher
 
 _RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
 _SYMBOLS_SECONDS: Final = 10.0
@@ -88,11 +88,11 @@ class Worker:
             self.flusher.close()
         self.flusher = None
         if levels is not None:  # most agents never need these modules, and all have to start fast
-            from stepwell.agent.flush import Flusher
-            from stepwell.agent.keeper import Keeper
-            from stepwell.agent.marker import Marker
-            from stepwell.agent.spill import Spill
-            from stepwell.levels.orders import Orders
+            from stepwell.agent.target.flush import Flusher
+            from stepwell.agent.target.marker import Marker
+            from stepwell.agent.target.node_target import Keeper
+            from stepwell.agent.target.spill import Spill
+            from stepwell.levels.assignments import Orders
 
             orders = Orders.load(levels)
             spill = Spill(paths, owner, keep, self.log, lineage=lineage, patience=patience)
@@ -112,8 +112,8 @@ class Worker:
             self.chainer.close()
         self.chainer = None
         if deltas is not None:
-            from stepwell.agent.chain import Chainer
-            from stepwell.codecs.message import load
+            from stepwell.agent.chainer import Chainer
+            from stepwell.storage.chain.chain_request import load
 
             self.chainer = Chainer(
                 load(deltas), paths, self.log, lineage, lock=self.lock, queue=self.queue, say=self._say
@@ -168,7 +168,7 @@ class Worker:
         """Of the trainer. A thread of its own: the file system may hang."""
         progress = read_progress(progress_file)
         step = progress.step if progress is not None and progress.pid == pid else 0
-        self.log.emit(events.TrainerDeath(pid=pid, step=step, pending=pending))
+        self.log.emit(run_events.TrainerDeath(pid=pid, step=step, pending=pending))
 
     def start(self) -> None:
         """Begin to work."""
@@ -222,7 +222,7 @@ class Worker:
 
     def _rehold(self) -> None:
         """After a restart: hold and protect again what all went on from, beside everything else."""
-        from stepwell.agent.keeper import Keeper
+        from stepwell.agent.target.node_target import Keeper
 
         keeper, id = self.persister, self._again
         assert isinstance(keeper, Keeper) and id is not None
@@ -294,7 +294,7 @@ class Worker:
             if is_late or isinstance(error, (FencedError, VoidError)):
                 self.note_failure(pending, error, final=True)
             else:
-                events.logger.debug("looking after %s: %s", pending.id, error)  # and again soon
+                run_events.logger.debug("looking after %s: %s", pending.id, error)  # and again soon
         else:
             if is_committed:
                 self.after_commit(pending, waited)
@@ -322,7 +322,7 @@ class Worker:
                 again = _Word(word.void, time.monotonic() + delay, word.failures + 1)
             if not word.failures:
                 action = "the other ranks wait" if again else "given up"
-                self.log.emit(events.PersistFailed(step=word.void.id.step, error=str(error), action=action))
+                self.log.emit(run_events.PersistFailed(step=word.void.id.step, error=str(error), action=action))
         with self.lock:
             self._voids = [other for other in self._voids if other is not word] + ([again] if again else [])
             if again is None:
@@ -355,10 +355,10 @@ class Worker:
     def note_failure(self, pending: Pending, error: Exception, *, final: bool) -> None:
         """Say what went wrong and when it is tried again."""
         if isinstance(error, FencedError):
-            self.log.emit(events.Fenced(lineage=pending.id.lineage, newest=int(str(error.fields["newest"]))))
+            self.log.emit(run_events.Fenced(lineage=pending.id.lineage, newest=int(str(error.fields["newest"]))))
         delay = _RETRY_SECONDS[min(pending.failures, len(_RETRY_SECONDS) - 1)]
         action = "given up" if final else f"trying again in {delay} s, or with the next snapshot"
-        self.log.emit(events.PersistFailed(step=pending.id.step, error=str(error), action=action))
+        self.log.emit(run_events.PersistFailed(step=pending.id.step, error=str(error), action=action))
         with self.lock:
             pending.failures += 1
             pending.not_before = time.monotonic() + delay

@@ -34,17 +34,17 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from stepwell.errors import ConfigError, StepwellError
 from stepwell.escape import shown
-from stepwell.events import logger
-from stepwell.launch import codes
-from stepwell.launch import table as change
-from stepwell.launch.codes import Ended
+from stepwell.events.run_events import logger
+from stepwell.launch import exit_status
+from stepwell.launch import slot_table as change
 from stepwell.launch.conf import Conf, read_conf
-from stepwell.launch.gate import why_refused
-from stepwell.launch.keeper import Change, Keeper, StoreLostError
-from stepwell.launch.place import hold_port, own_address
+from stepwell.launch.exit_status import Ended
+from stepwell.launch.health import why_refused
+from stepwell.launch.meeting_point import hold_port, own_address
 from stepwell.launch.round import RoundStore
-from stepwell.launch.table import Member, Table
-from stepwell.store.node import node_id
+from stepwell.launch.slot_table import Member, Table
+from stepwell.launch.store_thread import Change, Keeper, StoreLostError
+from stepwell.storage.store.node_id import node_id
 
 BACKEND: Final = "stepwell"
 DEFAULT_PORT: Final = 29400
@@ -62,7 +62,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
             raise ConfigError("give the job a name: --rdzv-id=NAME, the same on all nodes")
     except (ConfigError, ValueError) as error:
         say(str(error))
-        raise Ended(codes.FAILED, str(error)) from error
+        raise Ended(exit_status.FAILED, str(error)) from error
     return Rendezvous(params.run_id, (host, port), params.min_nodes, params.max_nodes, conf, root, params.local_addr)
 
 
@@ -146,7 +146,7 @@ class Rendezvous(RendezvousHandler):
         if isinstance(sys.exc_info()[1], ChildFailedError):
             reason = f"the workers of {self._me} failed more often than --max-restarts allows"
             with contextlib.suppress(StoreLostError):
-                self._keeper.ask(lambda table: change.end(table, codes.FAILED, reason))
+                self._keeper.ask(lambda table: change.end(table, exit_status.FAILED, reason))
         self._leave()
         return True
 
@@ -159,7 +159,7 @@ class Rendezvous(RendezvousHandler):
             self._node = secrets.token_hex(16) if self._root is None else node_id(self._root)
         except (OSError, StepwellError) as error:
             # Without an id there is nothing to put in quarantine; the node stays outside all the same.
-            raise self._end(codes.QUARANTINED, f"this node may not join: {reason or error}") from error
+            raise self._end(exit_status.QUARANTINED, f"this node may not join: {reason or error}") from error
         host, port = self._endpoint
         try:
             timeout = timedelta(seconds=self._conf.store_seconds)
@@ -219,7 +219,9 @@ class Rendezvous(RendezvousHandler):
         now = time.monotonic()
         self._since = {("twin",): self._since.get(("twin",), now)}
         if now - self._since["twin",] > _TWIN_LIVES * self._conf.dead_seconds:
-            raise self._end(codes.FAILED, f"another agent lives in {self._root}: give each its own STEPWELL_CACHE")
+            raise self._end(
+                exit_status.FAILED, f"another agent lives in {self._root}: give each its own STEPWELL_CACHE"
+            )
 
     def _run_out_of_patience(self, table: Table) -> tuple[set[str], set[str], float]:
         """Agents dead for longer than the grace time, agents that do not arrive, seconds waited in vain for a node.
@@ -264,7 +266,7 @@ class Rendezvous(RendezvousHandler):
         try:
             table = self._keeper.ask(lambda table: change.finish(table, agent))
             while table.seat_of(agent) is not None and time.monotonic() < deadline:
-                if table.over is not None and table.over.code == codes.DONE:
+                if table.over is not None and table.over.code == exit_status.DONE:
                     return
                 self._check(table)
                 table = self._keeper.next_look()
@@ -278,16 +280,16 @@ class Rendezvous(RendezvousHandler):
         """Raise Ended if the job is over, or this node may not take part in it."""
         if (len(table.slots), table.most) != (self._slots, self._most):
             job = f"--nnodes={len(table.slots)}:{table.most}"
-            raise self._end(codes.FAILED, f"started with --nnodes={self._slots}:{self._most}, the job with {job}")
+            raise self._end(exit_status.FAILED, f"started with --nnodes={self._slots}:{self._most}, the job with {job}")
         if table.over is not None:
             raise self._end(table.over.code, table.over.reason)
         if reason := table.quarantine.get(self._node):
-            raise self._end(codes.QUARANTINED, f"node {self._node[:8]} is in quarantine: {reason}")
+            raise self._end(exit_status.QUARANTINED, f"node {self._node[:8]} is in quarantine: {reason}")
 
     def _lost(self, error: StoreLostError) -> Ended:
         host, port = self._endpoint
         self._has_left = True  # there is nobody to say goodbye to
-        return self._end(codes.STORE_LOST, f"the store {host}:{port} is lost, and the job with it ({error})")
+        return self._end(exit_status.STORE_LOST, f"the store {host}:{port} is lost, and the job with it ({error})")
 
     def _end(self, code: int, reason: str) -> Ended:
         say(f"{self._job}: {reason} (exit status {code})")

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stepwell.levels.cache import Held, dump_held, load_held
-from stepwell.levels.codes import Layout, survives
+from stepwell.levels.cached import Held, dump_held, load_held
+from stepwell.levels.protect.erasure import Layout, survives
 from stepwell.types import CheckpointId
 
 Place = tuple[str, int, str]

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-from stepwell.format import dtypes
-from stepwell.format.box import Box
-from stepwell.format.checksum import block_digest
+from stepwell.storage.format import dtypes
+from stepwell.storage.format.box import Box
+from stepwell.storage.format.checksum import block_digest
 
 Message = dict[str, Any]
 DIGEST_BYTES: Final = 8

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from stepwell.ranks import sets
+from stepwell.ranks import rank_sets
 from stepwell.ranks.claims import DIGEST_BYTES, NO_DIGEST, Heard, Seen, pack_numbers
-from stepwell.ranks.verdict import ALONE, FIRST_SET, OWN, Verdict
+from stepwell.ranks.share_verdict import ALONE, FIRST_SET, OWN, Verdict
 
 Place = tuple[int, int]
 """A class of ranks, and a number there: of a leaf, or of a form."""
@@ -154,7 +154,7 @@ class _Kinds:
     def _set(self, ranks: tuple[int, ...], *, is_still: bool) -> int:
         if (ranks, is_still) not in self._sets:
             self._sets[ranks, is_still] = FIRST_SET + len(self._texts)
-            self._texts.append((sets.write(ranks), is_still))
+            self._texts.append((rank_sets.write(ranks), is_still))
         return self._sets[ranks, is_still]
 
     def verdicts(self, ranks: Sequence[int], numbers: Sequence[int]) -> Iterator[tuple[int, Verdict]]:

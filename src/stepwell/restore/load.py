@@ -18,19 +18,19 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from stepwell.errors import DamagedError, StateError, listing
-from stepwell.format.box import Box
-from stepwell.format.record import FileEntry, Record
-from stepwell.restore import find
-from stepwell.restore.fit import Fit, Target, leaf_names
-from stepwell.restore.hold import held
-from stepwell.restore.place import Placing
-from stepwell.restore.read import Source, read_record_leaves, read_some
+from stepwell.restore import needed_records
+from stepwell.restore.held_files import held
+from stepwell.restore.into_tensors import Placing
+from stepwell.restore.match import Fit, Target, leaf_names
+from stepwell.restore.verified_read import Source, read_record_leaves, read_some
 from stepwell.restore.whole import Fetch, Part, Whole
-from stepwell.state import rng
-from stepwell.state.distributed import is_distributed
-from stepwell.state.flatten import dtype_from, leaf_name, unflatten
-from stepwell.state.strides import shares_elements, without_repeats
-from stepwell.state.tracked import Tracked
+from stepwell.storage.format.box import Box
+from stepwell.storage.format.record import FileEntry, Record
+from stepwell.training.state import rng
+from stepwell.training.state.flatten import dtype_from, leaf_name, unflatten
+from stepwell.training.state.shards import is_distributed
+from stepwell.training.state.strides import shares_elements, without_repeats
+from stepwell.training.state.tracked import Tracked
 from stepwell.types import CheckpointId
 
 
@@ -144,11 +144,11 @@ class Loading:
             raise DamagedError(f"the record lacks leaf {min(missing)!r}")
         self._targets = fit.targets([entry for name, entry in self.whole.leaves.items() if name in wanted])
 
-    def lacking(self) -> find.Wanted:
+    def lacking(self) -> needed_records.Wanted:
         """What this rank needs, and no record has that was looked into. Raises DamagedError."""
         with self._naming():
             boxes = self.whole.lacking({name: target.box for name, target in self._targets.items()})
-        return find.ask(boxes, {name: self.whole.leaves[name].global_shape for name in boxes})
+        return needed_records.ask(boxes, {name: self.whole.leaves[name].global_shape for name in boxes})
 
     def run(self, touched: Touched | None = None) -> Loaded:
         """Fill the live objects. Raises StateError or DamagedError.

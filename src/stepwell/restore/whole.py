@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from stepwell.errors import DamagedError
-from stepwell.format import dtypes
-from stepwell.format.box import Box, is_covered
-from stepwell.format.manifest import Manifest
-from stepwell.format.record import FileEntry, LeafEntry, Record
-from stepwell.restore.read import Source
-from stepwell.restore.remote import open_file
-from stepwell.store import catalog
-from stepwell.store.each import for_each
-from stepwell.store.paths import RunPaths
+from stepwell.restore.from_disk import open_file
+from stepwell.restore.verified_read import Source
+from stepwell.storage.format import dtypes
+from stepwell.storage.format.box import Box, is_covered
+from stepwell.storage.format.manifest import Manifest
+from stepwell.storage.format.record import FileEntry, LeafEntry, Record
+from stepwell.storage.store import catalog
+from stepwell.storage.store.parallel_reads import for_each
+from stepwell.storage.store.paths import RunPaths
 
 _TRAINED: Final = ("parameter", "moment1", "moment2", "optimizer")
 """Roles of leaves that optimizers change. Others of a rank's own (statistics, generators) may be another rank's."""

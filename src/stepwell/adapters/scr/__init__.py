@@ -18,16 +18,16 @@ import os
 from collections.abc import Callable
 from typing import Final, ParamSpec, TypeVar
 
-from stepwell.adapters.scr.index import CHECKPOINT, OUTPUT
+from stepwell.adapters.scr.dataset_output import Outputs
 from stepwell.adapters.scr.job import Job
-from stepwell.adapters.scr.output import Outputs
-from stepwell.adapters.scr.pace import Pace
+from stepwell.adapters.scr.need import Pace
+from stepwell.adapters.scr.parameter_sources import Config, ScrError
 from stepwell.adapters.scr.parameters import settle
+from stepwell.adapters.scr.prefix_index import CHECKPOINT, OUTPUT
 from stepwell.adapters.scr.restart import Restarts
-from stepwell.adapters.scr.sources import Config, ScrError
 from stepwell.errors import StepwellError
-from stepwell.groups.consent import lead
-from stepwell.store import files
+from stepwell.ranks.groups.consent import lead
+from stepwell.storage.store import files
 
 __all__ = [
     "FLAG_CHECKPOINT",

@@ -16,30 +16,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from stepwell import events, faults
-from stepwell.adapters.scr.events import ParameterIgnored
-from stepwell.adapters.scr.files import Work, clear_work
-from stepwell.adapters.scr.flush import Carrier, finish_open
-from stepwell.adapters.scr.index import CHECKPOINT, FINALIZED, Prefix, now, release_pin
-from stepwell.adapters.scr.nodes import Nodes
+from stepwell import faults
+from stepwell.adapters.scr.all_caches import Nodes
+from stepwell.adapters.scr.application_files import Work, clear_work
 from stepwell.adapters.scr.parameters import Settings
+from stepwell.adapters.scr.prefix_flush import Carrier, finish_open
+from stepwell.adapters.scr.prefix_index import CHECKPOINT, FINALIZED, Prefix, now, release_pin
 from stepwell.errors import ConfigError, DamagedError, StepwellError
-from stepwell.events import logger
-from stepwell.format.manifest import Manifest, RecordRef
-from stepwell.groups.choose import find_group
-from stepwell.groups.consent import each, lead
-from stepwell.groups.group import Group, default_seconds
-from stepwell.journal import EventLog, speak_to_terminal
-from stepwell.leave import Leave
-from stepwell.levels import cache, room
-from stepwell.levels.cache import Level
-from stepwell.levels.events import FlushFailed
-from stepwell.levels.orders import run_cache
-from stepwell.store import commit, files, retention
-from stepwell.store.catalog import Entry
-from stepwell.store.commit import record_name
-from stepwell.store.lineage import create_next, newest_number, open_run, read_history, read_run
-from stepwell.store.paths import RunPaths
+from stepwell.events import run_events
+from stepwell.events.journal import EventLog, speak_to_terminal
+from stepwell.events.level_events import FlushFailed
+from stepwell.events.run_events import logger
+from stepwell.events.scr_events import ParameterIgnored
+from stepwell.levels import cache_retention, cached
+from stepwell.levels.assignments import run_cache
+from stepwell.levels.cached import Level
+from stepwell.ranks.groups.consent import each, lead
+from stepwell.ranks.groups.detect import find_group
+from stepwell.ranks.groups.group import Group, default_seconds
+from stepwell.storage.format.manifest import Manifest, RecordRef
+from stepwell.storage.store import commit, files, retention
+from stepwell.storage.store.catalog import Entry
+from stepwell.storage.store.commit import record_name
+from stepwell.storage.store.lineage import create_next, newest_number, open_run, read_history, read_run
+from stepwell.storage.store.paths import RunPaths
+from stepwell.training.loop.preemption import Leave
 from stepwell.types import CheckpointId, Owner
 
 _CLOSE_SECONDS: Final = "STEPWELL_CLOSE_SECONDS"
@@ -120,7 +121,7 @@ class Job:
             clear_work(self.home.root)  # of ranks that are not there this time, too
         if self.settings.is_bypass:
             return
-        for id in cache.steps(self.home):
+        for id in cached.steps(self.home):
             commit.sweep(self.home.checkpoint(id), self.owner)
             if self.settings.is_purging and self.nodes.is_first_here:
                 self.remove_here(id)
@@ -263,9 +264,9 @@ class Job:
         if self.settings.is_bypass or not self.nodes.is_first_here:
             return
         orders, rank = self.nodes.orders, self.group.rank
-        gone = room.surplus(self.home, orders, rank, self.whole)
+        gone = cache_retention.surplus(self.home, orders, rank, self.whole)
         # Output is of use until it is in the prefix; it must not push a checkpoint out.
-        gone += [id for id in self.results if id not in gone and cache.is_flushed(self.home, id, orders.here(rank))]
+        gone += [id for id in self.results if id not in gone and cached.is_flushed(self.home, id, orders.here(rank))]
         for id in gone:
             self.remove_here(id)
         self.results = [id for id in self.results if id not in gone]
@@ -277,11 +278,11 @@ class Job:
         try:
             retention.remove_checkpoint(Entry(id, self.home.checkpoint(id), None, None, is_live=True))
         except (OSError, StepwellError) as error:
-            self.log.emit(events.PruneFailed(directory=id.directory, error=str(error)))
+            self.log.emit(run_events.PruneFailed(directory=id.directory, error=str(error)))
 
     def want_flush(self, id: CheckpointId) -> None:
         """Let this node's cache say that it is to go to the prefix, so that a start after this one goes on with it."""
-        level = cache.read_level(self.home, id)
+        level = cached.read_level(self.home, id)
         if level is not None and not level.flush and self.nodes.is_first_here:
             with contextlib.suppress(OSError):
                 files.put(self.home.checkpoint(id) / "level.json", replace(level, flush=True).dump(), point="level")

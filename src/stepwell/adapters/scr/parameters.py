@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from stepwell.adapters.scr.sources import Config, expand_surely
+from stepwell.adapters.scr.parameter_sources import Config, expand_surely
 from stepwell.errors import ConfigError
-from stepwell.levels.spec import Partner, Protection, ReedSolomon, Single, Xor
-from stepwell.store.objects import is_address
+from stepwell.levels.level_spec import Partner, Protection, ReedSolomon, Single, Xor
+from stepwell.storage.store.objects import is_address
 
 HONOURED: Final[dict[str, str]] = {
     "SCR_ENABLE": "1",

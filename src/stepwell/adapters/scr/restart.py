@@ -14,20 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepwell.adapters.scr.events import Passed, Restarted, Unknown
-from stepwell.adapters.scr.files import Description, Kept, relative_to
-from stepwell.adapters.scr.flush import remove
-from stepwell.adapters.scr.index import CHECKPOINT
+from stepwell.adapters.scr.all_caches import near_records
+from stepwell.adapters.scr.application_files import Description, Kept, relative_to
 from stepwell.adapters.scr.job import Job
-from stepwell.adapters.scr.nodes import near_records
+from stepwell.adapters.scr.prefix_flush import remove
+from stepwell.adapters.scr.prefix_index import CHECKPOINT
 from stepwell.errors import ConfigError, DamagedError, StepwellError
-from stepwell.groups.consent import lead
-from stepwell.levels.cache import Level
-from stepwell.levels.copies import keep_shard
-from stepwell.levels.duties import near_fill
-from stepwell.levels.events import Degraded
-from stepwell.store import catalog, files
-from stepwell.store.lineage import read_history, read_lineages
+from stepwell.events.level_events import Degraded
+from stepwell.events.scr_events import Passed, Restarted, Unknown
+from stepwell.levels.cached import Level
+from stepwell.levels.protect.copies import keep_shard
+from stepwell.levels.protect.protection import near_fill
+from stepwell.ranks.groups.consent import lead
+from stepwell.storage.store import catalog, files
+from stepwell.storage.store.lineage import read_history, read_lineages
 from stepwell.types import CheckpointId
 
 

@@ -12,24 +12,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepwell.adapters.scr.files import Description
-from stepwell.adapters.scr.flush import conclude
-from stepwell.adapters.scr.index import CHECKPOINT, OUTPUT, Prefix
-from stepwell.adapters.scr.nodes import check_document
+from stepwell.adapters.scr.all_caches import check_document
+from stepwell.adapters.scr.application_files import Description
+from stepwell.adapters.scr.prefix_flush import conclude
+from stepwell.adapters.scr.prefix_index import CHECKPOINT, OUTPUT, Prefix
 from stepwell.errors import ConfigError, DamagedError, PeerError, StepwellError
-from stepwell.format.manifest import Manifest
-from stepwell.format.parity import parity_name
-from stepwell.format.record import Record
-from stepwell.levels import cache
-from stepwell.levels.copies import keep_shard
-from stepwell.levels.duties import near_shard
+from stepwell.levels import cached
 from stepwell.levels.inventory import Inventory, Node
-from stepwell.levels.parity import RECORD
-from stepwell.levels.remake import Reach, remake, tell
-from stepwell.store import assemble, commit, files
-from stepwell.store.commit import record_name
-from stepwell.store.lineage import read_run
-from stepwell.store.paths import RunPaths
+from stepwell.levels.protect.copies import keep_shard
+from stepwell.levels.protect.parity import RECORD
+from stepwell.levels.protect.protection import near_shard
+from stepwell.levels.protect.repair import Reach, remake, tell
+from stepwell.storage.format.manifest import Manifest
+from stepwell.storage.format.parity_entry import parity_name
+from stepwell.storage.format.record import Record
+from stepwell.storage.store import assemble, commit, files
+from stepwell.storage.store.commit import record_name
+from stepwell.storage.store.lineage import read_run
+from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
 
 
@@ -89,12 +89,12 @@ def find_caches(prefix: Prefix, folders: Iterable[Path]) -> dict[str, RunPaths]:
 def survey(prefix: Prefix, caches: dict[str, RunPaths]) -> list[Cached]:
     """What lies in the caches, whole or not, the newest first. Reads everything."""
     run = read_run(prefix.paths).id
-    ids = sorted({id for paths in caches.values() for id in cache.steps(paths)}, reverse=True)
+    ids = sorted({id for paths in caches.values() for id in cached.steps(paths)}, reverse=True)
     out = []
     for id in ids:
         nodes = {name: _sound(paths, id, run) for name, paths in caches.items()}
         known = [found for paths in caches.values() if (found := _describe(paths, id)) is not None]
-        levels = [level for paths in caches.values() if (level := cache.read_level(paths, id)) is not None]
+        levels = [level for paths in caches.values() if (level := cached.read_level(paths, id)) is not None]
         is_there = files.exists(prefix.paths.manifest(id))
         if known:
             is_wanted = any(level.flush for level in levels) and not is_there

@@ -1,0 +1,66 @@
+"""Rank 0's verdict on a checkpoint, from what all ranks said about it. Pure.
+
+A state is what `agent.keeper` answers: whether the rank holds its part, gave up, and has done its duties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stepwell.errors import VoidError
+from stepwell.storage.format.manifest import Manifest, RecordRef
+from stepwell.storage.store import assemble
+from stepwell.storage.store.commit import record_name
+from stepwell.types import CheckpointId, Owner
+
+_AWAY: Final = "the cache of its node cannot be written: its part is in the shared place"
+States = Mapping[int, Mapping[str, Any]]
+"""By rank, of those that could be asked."""
+
+
+def missing(states: States, world_size: int) -> list[int]:
+    """Ranks that do not hold their part yet, or cannot be asked. Raises VoidError if one gave up."""
+    for rank, state in states.items():
+        if state["void"] or state["ended"]:
+            raise VoidError(state["void"] or state["ended"], rank=rank)
+    return [rank for rank in range(world_size) if rank not in states or states[rank]["held"] is None]
+
+
+def check_copies(states: States) -> None:
+    """What several ranks hold copies of has to be the same on all of them. Raises VoidError."""
+    assemble.check_copies({rank: state["held"]["copies"] for rank, state in states.items()})
+
+
+def unready(states: States) -> list[int]:
+    """Ranks that still have something to do for others."""
+    return [rank for rank, state in states.items() if not state["is_ready"] and state["failed"] is None]
+
+
+def degraded(states: States) -> dict[str, str]:
+    """Ranks that could not do what they had to do for others, or for whom nobody does it, and why."""
+    failed = {rank: state["failed"] or "not done in time" for rank, state in states.items() if not state["is_ready"]}
+    alone = {rank: state["unprotected"] for rank, state in states.items() if state["unprotected"]}
+    away = {rank: _AWAY for rank, state in states.items() if state["held"] and state["held"].get("is_shared")}
+    return {str(rank): reason for rank, reason in sorted((alone | failed | away).items())}
+
+
+def make_manifest(run: str, id: CheckpointId, meta: Mapping[str, Any], states: States) -> Manifest:
+    """All ranks hold their parts. `meta`: what the trainer said when it began."""
+    held = [states[rank]["held"] for rank in sorted(states)]
+    suspects = [item["suspect"] for item in held if item["suspect"] is not None]
+    records = [
+        RecordRef(record_name(Owner(rank, len(held))), item["nbytes"], item["digest"]) for rank, item in enumerate(held)
+    ]
+    return Manifest(
+        run=run,
+        id=id,
+        world_size=len(held),
+        created=meta["created"],
+        records=tuple(records),
+        nbytes=sum(item["data_bytes"] for item in held),
+        suspect=suspects[0] if suspects else None,
+        epoch_end=meta["epoch_end"],
+        finished=meta["finished"],
+        name=meta["name"],
+    )

@@ -1,0 +1,161 @@
+"""A blocking save through two small chunks, for hosts without room for a whole snapshot.
+
+The training thread fills one chunk while the agent writes the other. Nothing is kept in memory afterwards.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stepwell.events import journal, run_events
+from stepwell.handover.channel import Message
+from stepwell.handover.client import AgentClient
+from stepwell.handover.memory import Arena
+from stepwell.training.snapshot.guard import Copies, digests
+from stepwell.training.snapshot.host_copy import has_non_finite
+from stepwell.training.snapshot.inflight import Inflight, Void
+from stepwell.training.snapshot.layout import Plan
+from stepwell.training.state.flatten import Flat
+
+_ANSWER_SECONDS = 120.0
+_TRIES = 3
+_ABOUT_ALL = ("replaced", "lost")
+"""Of the words without a number those that end a save; others are about flushes and chains."""
+
+
+class Answers:
+    """What the agent says while a save is streamed, handed from the listening thread to the saving one."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def put(self, message: Message) -> None:
+        """The agent (or its keeper: `replaced`, `lost`) said something."""
+        self._messages.put(message)
+
+    def clear(self) -> None:
+        """Forget what was said about earlier saves."""
+        while not self._messages.empty():
+            self._messages.get_nowait()
+
+    def wait(self, sequence: int) -> str:
+        """Block for the next word about this save: its kind, or `silent` if none comes."""
+        until = time.monotonic() + _ANSWER_SECONDS
+        while True:
+            try:
+                message = self._messages.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return "silent"
+            kind: str = message["type"]
+            if kind in _ABOUT_ALL or message.get("sequence") == sequence:
+                return kind
+
+
+def stream_image(
+    client: AgentClient,
+    arena: Arena,
+    flat: Flat,
+    plan: Plan,
+    meta: dict[str, Any],
+    *,
+    number: Callable[[], int],
+    log: journal.EventLog,
+    answers: Answers,
+) -> Inflight:
+    """Save through the agent, chunk by chunk. Returns when it is committed (of many ranks: this one's part durable) or
+    failed; void if no agent took it.
+
+    Training stands still, so an agent that dies meanwhile only means to begin again.
+    """
+    inflight = Inflight(
+        step=meta["step"],
+        sequence=0,
+        slot=0,
+        arena=arena,
+        plan=plan,
+        strategy="streamed",
+        repeat=meta.get("repeat", 0),
+    )
+    outcome = "replaced"
+    for _ in range(_TRIES):
+        if outcome == "replaced":
+            inflight.sequence = number()
+            answers.clear()
+            outcome = _send(client, arena, flat, plan, meta, inflight, answers)
+    inflight.stall_seconds = time.monotonic() - inflight.started
+    inflight.done.set()
+    if outcome not in ("durable", "released", "failed"):
+        inflight.void = Void("?", "the agent died or fell silent while it was streamed")
+        log.emit(run_events.PersistFailed(step=inflight.step, error=inflight.void.seen_by, action="trying again soon"))
+    elif outcome != "failed":
+        log.emit(
+            run_events.Snapshot(
+                step=inflight.step,
+                sequence=inflight.sequence,
+                strategy="streamed",
+                nbytes=plan.live.nbytes,
+                stall_seconds=inflight.stall_seconds,
+                copy_seconds=inflight.stall_seconds,
+            )
+        )
+    inflight.staged.set_result(None)
+    return inflight
+
+
+def _send(
+    client: AgentClient,
+    arena: Arena,
+    flat: Flat,
+    plan: Plan,
+    meta: dict[str, Any],
+    inflight: Inflight,
+    answers: Answers,
+) -> str:
+    """One try. Returns the last word about it: durable, released (other ranks still write), failed, replaced, lost or
+    silent.
+    """
+    sequence, shape = inflight.sequence, arena.shape
+    arena.claim(0)
+    facts = {"sequence": sequence, "slot": 0, "layout": plan.number, "frozen": 0, "generation": shape.generation}
+    client.send({"type": "stream", **meta, **facts, "copies": digests(Copies().take(flat))})
+    starts = range(0, plan.live.nbytes, shape.slot_bytes)
+    for number, start in enumerate(starts):
+        if number >= shape.slots and (word := answers.wait(sequence)) != "chunk_done":
+            return word
+        slot, end = number % shape.slots, min(start + shape.slot_bytes, plan.live.nbytes)
+        _fill(arena.image(slot, end - start), start, end, flat, plan)
+        client.send({"type": "chunk", "sequence": sequence, "slot": slot, "nbytes": end - start})
+    for _ in range(min(len(starts), shape.slots)):
+        if (word := answers.wait(sequence)) != "chunk_done":
+            return word
+    inflight.suspects = _suspects(flat, plan)
+    first = plan.places[inflight.suspects[0]].index if inflight.suspects else 0
+    client.send({"type": "stream_end", "sequence": sequence, "suspects": len(inflight.suspects), "first": first})
+    word = answers.wait(sequence)
+    if word == "released":
+        client.note_written({"type": "begin", **meta, **facts})
+    return word
+
+
+def _fill(target: memoryview, start: int, end: int, flat: Flat, plan: Plan) -> None:
+    """Bytes [start, end) of the image."""
+    header = plan.live.header
+    if start < len(header):
+        part = header[start:end]
+        target[: len(part)] = part
+    chunk = torch.frombuffer(target, dtype=torch.uint8)
+    for leaf in flat.leaves:
+        place = plan.places[leaf.name]
+        low, high = max(start, place.start), min(end, place.start + place.nbytes)
+        if low < high:
+            data = leaf.tensor.contiguous().reshape(-1).view(torch.uint8)
+            chunk[low - start : high - start].copy_(data[low - place.start : high - place.start])
+
+
+def _suspects(flat: Flat, plan: Plan) -> list[str]:
+    return [leaf.name for leaf in flat.leaves if leaf.name in plan.checked and has_non_finite(leaf.tensor)]

@@ -1,4 +1,4 @@
-"""Where stepwell works below a run or a cache, nobody names a file past `no_follow`: a link there would lead elsewhere."""
+"""Below a run or a cache, nobody names a file past `no_follow`: a link there would lead elsewhere."""
 
 from __future__ import annotations
 

@@ -100,7 +100,12 @@ def test_a_lingering_agent_with_a_newer_snapshot_is_told(run: Path, start: Calla
     """Every sync fails, so step 9 stays in memory only; the trainer dies, its agent waits for a successor."""
     broken = {"STEPWELL_FAULT": "agent!fsync:EIO:1+"}
     training = start(run, "--until-file", run / "never", "--every-step", "--restore-step", 8, **broken)
-    wait_for(lambda: [e for e in read_events(run / "events.jsonl") if e["kind"] == "persist-failed"], "a failed write")
+
+    def failed() -> list[Any]:
+        events = read_events(run / "events.jsonl")
+        return [event for event in events if event["kind"] == "persist-failed" and event["step"] > 8]
+
+    wait_for(failed, "a failed write of a new step")
     alive = good("why", run).out
     assert f"if its trainer, process {training.process.pid}, died now" in " ".join(alive.split())
     training.kill()

@@ -1,5 +1,14 @@
 """The agent: one small process per rank that turns complete snapshots into checkpoints and outlives the trainer.
 
-`process` is its main loop, `queue` what it still has to do, `persist` one snapshot's way to the disk, `writer` the
-bytes. `client` is the trainer's end. Nothing here imports torch.
+    process         the main loop: listens to the trainer, lingers when it dies
+    queue           snapshots in the order they were taken
+    worker          the thread that persists, reports and prunes
+    chainer         the thread that codes lossy deltas
+    offer           what a lingering agent offers a successor
+    callers         successors that ask for the memory of a dead trainer
+    trainer_watch   the trainer, seen through a pidfd
+    target          where a snapshot goes: the shared location, the node, a flush
+    files           bytes to files
+
+Nothing here imports torch.
 """

@@ -1,4 +1,10 @@
-"""Shared memory that outlives the trainer, and the socket over which it changes hands.
+"""What trainer and agent share: the memory, the socket, and the trainer's end of both.
 
-`memory` is the arena: anonymous pages, a header, slots. `channel` carries messages and file descriptors.
+memory          the arena: anonymous shared memory that outlives the trainer
+channel         messages: length, JSON, file descriptors
+client          the trainer's end: start the agent, send, listen, replace it when it dies
+spawn           the agent as a child process
+agent_deaths    how often agents died lately, and how long to wait
+agent_address   the socket name by which a lingering agent is found
+find_agents     agents of dead trainers, and what they hold
 """

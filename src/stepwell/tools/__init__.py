@@ -1,1 +1,7 @@
-"""tools."""
+"""Tools for people.
+
+cli           the command line
+prove         kill and restart a script, compare every bit
+report        pictures of a run
+interchange   checkpoints as files of other libraries
+"""

@@ -4,4 +4,7 @@
 
 This folder is put on the path; then `import scr`, `from cf_manager import CFManager` and so on find ours. Nothing else
 in stepwell imports it.
+
+    cf_checkpoint, cf_iterator, cf_manager   CheckFreq's modules
+    scr                                      SCR's module
 """

@@ -2,8 +2,20 @@
 
     from stepwell.adapters import scr
 
+    job                 one start of an SCR program: what all its calls share
+    parameters          SCR's parameters and what they mean here
+    parameter_sources   where they are set, and SCR's rules for it
+    dataset_output      writes a dataset
+    application_files   the application's files
+    restart             resumes from a dataset
+    need                whether a checkpoint is due, and whether the job is to stop
+    all_caches          the caches of all nodes, as the ranks see them together
+    prefix_flush        copies datasets from the caches to the prefix
+    prefix_index        what a prefix knows of its datasets
+    salvage             the same for caches that no job uses any more
+
 Owns:    the state machine, and how errors reach the program.
-Not:     what the calls do (output, restart, pace, job).
+Not:     what the calls do (dataset_output, restart, need, job).
 Holds:   only `config` may come before `init`; outputs and restarts do not overlap; a call in the wrong place raises
          RuntimeError and changes nothing. Everything but `config` and `route_file` is collective, and gives the same
          answer on all ranks. An error never ends the job: it is raised, as RuntimeError.

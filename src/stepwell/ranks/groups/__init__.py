@@ -1,7 +1,13 @@
-"""The processes of one run, and what they say to each other.
+"""The processes of a run, and what they agree on together: everybody takes part, everybody waits.
 
-`choose` finds the group that the user's framework has set up. `group` is what all of them can do, over `local`,
-`distributed` (torch), `mpi` or `horovod`: everybody takes part, everybody waits; `consent` is what becomes of errors
-there. `line` is for messages at any time, which nobody waits for; it stands on `wire` (bytes on a connection) and
-`meet` (who may connect, and where).
+group          what every group can do
+detect         finds the group that the user's framework has set up
+local          one process
+torch_group    torch.distributed, over its key-value store
+mpi            MPI, by mpi4py
+horovod        Horovod
+store_rounds   one round in a key-value store
+joined         what all ranks said, as one value
+consent        one rank's error becomes everybody's
+group_key      the run's key on all ranks
 """

@@ -1,11 +1,18 @@
-"""Codes for what changes between checkpoints, lossless and lossy, and the chain of records made of them.
+"""Codes for what changes between checkpoints, lossless and lossy. Pure coding, no files.
 
-`spec` names the codecs and their options, `layout` says which leaf gets which one by its role. A codec of bytes is in
-`lossless`. A codec of differences goes `histogram` (what the differences are like) -> `tables` (which of them get a
-symbol, and what it stands for) -> `quantise` (symbols out, reader's state updated) -> `groups` (what came of it) ->
-`frames` or `huffman` (symbols to bytes, in `parts`, by `sparse` where most are zero). `device`, `thinning` and
-`kernels` do the same up to the symbols on a GPU, to the same bits, and `device_moving` applies records there; they
-alone import torch and triton. `image` holds the reader's state, `signature` makes its digest, `coder` a record's
-sections, `record` its bytes, `segment` a file of records; `chain` writes a chain and `replay` reads it, with `moving`,
-which applies many records at once, by the threads of `crew`. `docs/format.md` has the bytes.
+codec_spec      the codecs and their options
+assignment      which leaf gets which codec, by its role (`Deltas`)
+floats          bits of float32
+histogram       what the differences of a group are like
+tables          quantiser tables
+quantise        differences to symbols
+coding_groups   the groups of a part
+parts           a part as bytes: tables, symbols, exact groups
+precoded        a part that was coded on a device
+sparse          marks and values: bytes of which few are not zero
+huffman         Huffman codes, as in the LC-Checkpoint paper
+zstd_frames     zstd with a known size
+lossless        `raw`, `zstd`, `xor`, and `top`
+signature       the digest of a state, as sums
+device          the same on a GPU
 """

@@ -1,5 +1,13 @@
-"""The command line: one module per command, loaded when it is used, and never torch (but in `export --format torch`).
+"""The command line. A command's module is loaded when it is used; only `export` to torch formats loads torch.
 
-`main` holds the table of commands; `locate` finds the run and the checkpoint a person means, `survey` and `liveness`
-tell how these are, `output` and `wording` print.
+main          the table of commands
+locate        which run and which checkpoint a person means
+survey        a quick look at every checkpoint
+liveness      whether anybody works on a run
+decisions     `show --policy`
+chain_reach   what the chains of a run reach
+output        tables for people, JSON for scripts
+wording       sizes, ages, counts
+commands      one module per command
+scr           the tools of the SCR interface
 """

@@ -1,6 +1,15 @@
-"""Checkpoints for other tools, of one rank or of many: files and folders that stock libraries open.
+"""Checkpoints as files and folders that stock libraries open.
 
-`reading` puts whole tensors together from the records of all ranks, `outline` reads the tree without torch, `compare`
-holds two checkpoints side by side. A checkpoint can be exported to `safetensors_file`, `torch_file` (`plain` makes a
-state readable for `torch.load(weights_only=True)`), `hf_folder` and `dcp_folder`; `dcp_state` has it under DCP's keys.
+reading            whole tensors, put together from all ranks and verified
+merged             one tree for a checkpoint of many ranks
+outline            the tree without torch
+plain              a state that `torch.load(weights_only=True)` reads
+numbers            numbers without NumPy and torch
+comparison         two checkpoints side by side
+new_file           a file that is there whole or not at all
+safetensors_file   one safetensors file
+torch_file         one file for `torch.load`
+hf_folder          a Hugging Face folder
+dcp_folder         a folder for torch.distributed.checkpoint
+dcp_state          the keys DCP gives to a state dict
 """

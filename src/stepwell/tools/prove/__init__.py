@@ -1,9 +1,11 @@
-"""`stepwell prove`: run the user's own script once uninterrupted and once under SIGKILLs, and compare every bit.
+"""`stepwell prove`: runs the user's script once uninterrupted and once under SIGKILLs, and compares every bit.
 
-trial    the sequence of it all: reference, kills, restarts, comparison
-moments  when to kill, and whom; `ranks` who is there
-command  the user's command as a set of processes: started, killed, never left behind
-history  what a run's events say: restores, snapshots, commits, logged values
-compare  the two final checkpoints, tensor by tensor and value by value; `logs` what was logged, step by step
-proof    the facts and the verdict that follows from them
+trial           the sequence: reference, kills, restarts, comparison
+moments         when to kill, and whom
+command         the user's command as a set of processes
+rank_facts      the ranks of a run
+trial_facts     what the events of a run say
+final_states    compares the final states
+logged_values   compares the logged values
+proof           the verdict
 """

@@ -1,5 +1,6 @@
 """Pictures of a run, drawn from its event file.
 
-story     what happened and when: lineages, iterations, stalls, snapshots, commits, restores
-timeline  the story as a PNG (needs matplotlib, the extra `plot`)
+story      what happened, and when
+axis       time, with restarts cut short
+timeline   the picture
 """

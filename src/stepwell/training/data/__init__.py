@@ -1,20 +1,17 @@
 """Batches and where in the data the run is. Knows nothing of checkpoints.
 
-The public name is resolved on first use: the agent and the command line never load torch.
+batches         `ckpt.data`: counts what the loop used, and starts again at any batch
+source_choice   finds the source behind what the user gave as `data=`
+source          a torch DataLoader or a list, opened at any position
+loader          `stepwell.DataLoader`
+stateful        sources with `state_dict` and `load_state_dict`
+replayed        sources that must be read again from the start of the epoch
+sampler         samplers that begin at any batch of any epoch
+cut             positions in an epoch as batches: sizes, ranks, the tail (arithmetic)
+permutation     the order of an epoch as a function
+augment         randomness that belongs to a sample
+cursor          where in the data the run is
+steps           what counts as a step
+usage           which of the delivered batches the loop has used
+refusals        ways to read the data that cannot be resumed, and what to do instead
 """
-
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from stepwell.training.data.loader import DataLoader
-
-__all__ = ["DataLoader"]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "DataLoader":
-        raise AttributeError(f"module 'stepwell.training.data' has no attribute {name!r}")
-    return import_module("stepwell.training.data.loader").DataLoader

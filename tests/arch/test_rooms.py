@@ -1,0 +1,159 @@
+"""Every package names its modules, and one name means one thing. The allow-lists may only shrink."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "stepwell"
+MOST_LOOSE, MOST_ROOMS = 6, 11
+MOST_LINES, MOST_PARAMETERS = 300, 8
+
+LONG: dict[str, int] = {
+    "adapters/checkfreq/iterator.py": 397,
+    "adapters/checkfreq/manager.py": 359,
+    "adapters/dcp.py": 356,
+    "adapters/scr/all_caches.py": 398,
+    "adapters/scr/application_files.py": 314,
+    "adapters/scr/job.py": 335,
+    "adapters/scr/parameters.py": 334,
+    "agent/process.py": 398,
+    "agent/queue.py": 303,
+    "agent/target/node_target.py": 400,
+    "agent/target/shared_target.py": 333,
+    "agent/worker.py": 372,
+    "checkpointer.py": 376,
+    "events/run_events.py": 400,
+    "handover/client.py": 398,
+    "launch/rendezvous.py": 314,
+    "levels/peers/server.py": 361,
+    "ranks/line/line_hub.py": 321,
+    "restore/from_nodes.py": 351,
+    "restore/load.py": 339,
+    "restore/verified_read.py": 399,
+    "storage/chain/replay.py": 314,
+    "storage/codecs/device/kernels.py": 348,
+    "storage/codecs/parts.py": 310,
+    "storage/format/record.py": 310,
+    "storage/store/files.py": 396,
+    "storage/store/objects.py": 331,
+    "training/data/batches.py": 308,
+    "training/loop/iteration.py": 400,
+    "training/loop/save.py": 316,
+    "training/loop/schedule.py": 334,
+    "training/snapshot/coded.py": 373,
+    "training/snapshot/device_copy.py": 352,
+    "training/snapshot/slots.py": 333,
+    "training/snapshot/snapshotter.py": 334,
+    "training/state/flatten.py": 350,
+}
+"""Files with more lines than `MOST_LINES`, and how many they may have."""
+
+CLASSES: dict[str, str] = {}
+"""Names of classes that mean more than one thing, and why."""
+
+PARAMETERS: dict[str, str] = {
+    "adapters/checkfreq/iterator::__init__": "public: CheckFreq's own signature",
+    "adapters/checkfreq/manager::__init__": "public: CheckFreq's own signature, and our options",
+    "adapters/dali::__init__": "public: the options of a reader",
+    "checkpointer::__init__": "public: the options",
+    "storage/codecs/device/kernels::compare": "a kernel takes pointers and sizes",
+    "storage/codecs/device/kernels::count": "a kernel takes pointers and sizes",
+    "storage/codecs/device/kernels::encode": "a kernel takes pointers and sizes",
+    "storage/codecs/device/kernels::settle": "a kernel takes pointers and sizes",
+    "tools/cli/scr/dataset_index::index": "click passes each option",
+    "tools/cli/scr/halt::halt": "click passes each option",
+    "restore/open_run::load_only": "not yet: one request",
+    "restore/open_run::reopen": "not yet: one request",
+    "training/snapshot/snapshotter::__init__": "not yet: one set of options",
+}
+"""Functions with more parameters than `MOST_PARAMETERS`, and why."""
+
+
+def packages() -> list[Path]:
+    return sorted(path.parent for path in SOURCE.rglob("__init__.py") if path.parent != SOURCE)
+
+
+def modules() -> dict[str, ast.Module]:
+    """By path below the source, without `.py`."""
+    return {
+        path.relative_to(SOURCE).with_suffix("").as_posix(): ast.parse(path.read_text())
+        for path in sorted(SOURCE.rglob("*.py"))
+    }
+
+
+def doors(package: Path) -> set[str]:
+    """Modules and packages in it."""
+    files = {path.stem for path in package.glob("*.py") if not path.stem.startswith("__")}
+    return files | {path.parent.name for path in package.glob("*/__init__.py")}
+
+
+def unnamed(package: Path) -> set[str]:
+    """Modules that the docstring of the package does not name at the beginning of a line."""
+    tree = ast.parse((package / "__init__.py").read_text())
+    docstring = ast.get_docstring(tree, clean=False) or ""
+    rows = re.findall(r"^ *((?:\w+, )*\w+)  ", docstring, re.MULTILINE)
+    return doors(package) - {name for row in rows for name in row.split(", ")}
+
+
+@pytest.mark.parametrize("package", packages(), ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_a_package_names_each_of_its_modules(package: Path) -> None:
+    assert unnamed(package) == set()
+
+
+def test_few_files_lie_in_the_root() -> None:
+    assert len(list(SOURCE.glob("*.py"))) <= MOST_LOOSE
+    assert len(list(SOURCE.glob("*/__init__.py"))) <= MOST_ROOMS
+
+
+def test_a_module_name_means_one_module() -> None:
+    found = defaultdict(list)
+    for path in modules():
+        if not path.endswith(("__init__", "__main__")) and not path.startswith("adapters/names/"):
+            found[path.rpartition("/")[2]].append(path)
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
+def test_a_class_name_means_one_class() -> None:
+    found = defaultdict(list)
+    for path, tree in modules().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(path)
+    twice = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert {name: paths for name, paths in twice.items() if name not in CLASSES} == {}
+    assert sorted(CLASSES.keys() - twice.keys()) == [], "means one thing now"
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    names = function.args
+    return len([one for one in [*names.posonlyargs, *names.args, *names.kwonlyargs] if one.arg not in ("self", "cls")])
+
+
+def test_a_function_has_few_parameters() -> None:
+    found = {
+        f"{path}::{node.name}"
+        for path, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and parameters(node) > MOST_PARAMETERS
+    }
+    assert sorted(found - PARAMETERS.keys()) == []
+    assert sorted(PARAMETERS.keys() - found) == [], "has few now"
+
+
+def test_a_file_is_short() -> None:
+    lines = {path.relative_to(SOURCE).as_posix(): len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py")}
+    long = {path: count for path, count in lines.items() if count > MOST_LINES}
+    assert {path: count for path, count in long.items() if count > LONG.get(path, 0)} == {}
+    assert sorted(LONG.keys() - long.keys()) == [], "is short now"
+
+
+def test_control_a_module_that_is_not_named_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text('"""A room.\n\n    one, two   first and second\n    three      third\n"""\n')
+    for name in ("one", "two", "three", "four"):
+        (tmp_path / f"{name}.py").write_text("")
+    assert unnamed(tmp_path) == {"four"}

@@ -30,7 +30,7 @@ import numpy
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "src"))
 
-from stepwell.levels.protect.erasure import SLICE_BYTES, Layout, encode, encode_stripe, rebuild  # noqa: E402
+from stepwell.levels.protect.erasure import SLICE_BYTES, StripeLayout, encode, encode_stripe, rebuild  # noqa: E402
 
 CASES = [(1, 4), (1, 8), (2, 4), (2, 8)]
 
@@ -40,7 +40,7 @@ class Shards:
 
     def __init__(self, contents: list[memoryview], parity: int) -> None:
         self.contents, self.read_bytes = contents, 0
-        self.layout = Layout(tuple(map(len, contents)), parity)
+        self.layout = StripeLayout(tuple(map(len, contents)), parity)
         self.parity = [memoryview(bytearray(self.layout.parity_bytes)) for _ in contents]
         self.back = {member: memoryview(bytearray(len(contents[member]))) for member in range(parity)}
         for stripe in range(len(contents)):

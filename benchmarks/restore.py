@@ -39,8 +39,8 @@ import stepwell.restore.open_run
 import stepwell.restore.search
 from stepwell.events.journal import read_events
 from stepwell.restore import into_tensors
+from stepwell.restore.byte_sources import FileSource, MemorySource
 from stepwell.restore.load import load_record
-from stepwell.restore.verified_read import FileSource, MemorySource
 from stepwell.storage.format.record import Record
 from stepwell.training.state.tracked import track
 

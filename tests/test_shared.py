@@ -15,7 +15,7 @@ from stepwell.errors import GroupError, PersistError
 from stepwell.events.rank_events import Sharing
 from stepwell.ranks import share_rounds
 from stepwell.ranks.claims import Message
-from stepwell.ranks.share_rounds import Shared
+from stepwell.ranks.share_rounds import ShareRounds
 from stepwell.training.snapshot.digests import Reading
 from stepwell.training.snapshot.guard import Guard
 from stepwell.training.state.capture import Capture
@@ -34,7 +34,7 @@ class Rank:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.own = {"seen": torch.full((3,), float(number))}
         self.capture = Capture(track({"model": self.model, "optimizer": self.optimizer, "own": self.own}))
-        self.shared = Shared(
+        self.shared = ShareRounds(
             number,
             size,
             lambda message, on_refused, to: job.send(number, json.dumps(message), to),

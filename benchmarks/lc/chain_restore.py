@@ -37,7 +37,7 @@ import stepwell
 import stepwell.restore.from_chain
 import stepwell.restore.open_run
 import stepwell.storage.chain.replay
-from stepwell.storage.codecs.assignment import Leaf, arrange
+from stepwell.storage.codecs.assignment import CodedLeaf, arrange
 from stepwell.storage.codecs.codec_spec import parse
 from stepwell.storage.codecs.parts import Memory, apply, code, read
 
@@ -189,7 +189,7 @@ def limits(options: argparse.Namespace, nbytes: int) -> dict[str, float]:
 
 def arithmetic(options: argparse.Namespace, nbytes: int) -> float:
     """Seconds of one core to decompress and add all records, by a sample that is applied eight at a time."""
-    rng, leaf = np.random.default_rng(0), Leaf("x", "float32", (ENTRIES,), "parameter")
+    rng, leaf = np.random.default_rng(0), CodedLeaf("x", "float32", (ENTRIES,), "parameter")
     (part,) = arrange([leaf], wanted(options))
     state, memory, other = np.zeros(ENTRIES, np.float32), Memory(), Memory()
     sections = []

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from report import rows, save, wait_while_quiet
 
-from stepwell.storage.codecs.assignment import Deltas, Leaf, arrange
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas, arrange
 from stepwell.storage.codecs.codec_spec import Uniform, parse
 from stepwell.storage.codecs.tables import stored_bits
 
@@ -62,7 +62,7 @@ class Model:
     def __init__(self, leaves: int, entries: int, device: str) -> None:
         count = max(16, entries // leaves // 64 * 64)
         self.tensors = [0.02 * torch.randn(count, device=device) for _ in range(leaves)]
-        self.leaves = [Leaf(str(number), "float32", (count,), "parameter") for number in range(leaves)]
+        self.leaves = [CodedLeaf(str(number), "float32", (count,), "parameter") for number in range(leaves)]
         self.noise = torch.randn(count, device=device)
         self.nbytes, self.entries = 4 * count * leaves, count * leaves
 

@@ -19,14 +19,14 @@ from workloads import KINDS, Workload
 
 from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.replay import restore
-from stepwell.storage.codecs.assignment import Deltas, Leaf
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas
 from stepwell.storage.codecs.codec_spec import parse
 
 
 def measure(name: str, folder: Path, seed: int, steps: int, scheme: str) -> dict:
     work = Workload(KINDS[name], folder, seed)
     base = work.state()
-    leaves = [Leaf(key, "float32", value.shape, "parameter") for key, value in base.items()]
+    leaves = [CodedLeaf(key, "float32", value.shape, "parameter") for key, value in base.items()]
     iterations, saves, cpu = [], [], []
     with tempfile.TemporaryDirectory() as place:
         deltas = Deltas(parameters=parse(scheme), small="pool")

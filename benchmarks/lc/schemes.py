@@ -17,7 +17,7 @@ import numpy as np
 
 from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.replay import restore
-from stepwell.storage.codecs.assignment import Deltas, Leaf
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas
 from stepwell.storage.codecs.codec_spec import Spec, parse
 
 State = dict[str, np.ndarray]
@@ -51,7 +51,7 @@ def run(scheme: str, states: list[State]) -> Outcome:
 def chain(spec: Spec, states: list[State]) -> Outcome:
     """Records of ours, written to files and read back. The head of a record is part of its size."""
     base, *others = states
-    leaves = [Leaf(name, "float32", value.shape, "parameter") for name, value in base.items()]
+    leaves = [CodedLeaf(name, "float32", value.shape, "parameter") for name, value in base.items()]
     deltas = Deltas(parameters=spec, small="pool", skip_every=0, reuse_tables=False)
     with tempfile.TemporaryDirectory() as folder:
         with ChainWriter.start(Path(folder) / "chain", leaves, base, step=0, deltas=deltas) as writer:

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from report import rows, save, wait_while_quiet
 
-from stepwell.storage.chain.chain_image import Image
+from stepwell.storage.chain.chain_image import ChainImage
 from stepwell.storage.codecs import parts
-from stepwell.storage.codecs.assignment import Deltas, Leaf, arrange
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas, arrange
 from stepwell.storage.codecs.codec_spec import parse
 from stepwell.storage.codecs.parts import Memory, apply, code, read
 
@@ -43,7 +43,7 @@ def measure(scheme: str, size: int, repeats: int) -> dict:
     spec = parse(scheme)
     role = "parameter" if spec.is_delta else "moment1"
     shares = [0.5, 0.25, 0.15, 0.1]
-    leaves = [Leaf(str(i), "float32", (int(size * share),), role) for i, share in enumerate(shares)]
+    leaves = [CodedLeaf(str(i), "float32", (int(size * share),), role) for i, share in enumerate(shares)]
     options = Deltas(parameters=spec) if spec.is_delta else Deltas(first_moments=spec)
     (part,) = arrange(leaves, options)
     old = [rng.standard_normal(leaf.count).astype(np.float32) * np.float32(0.02) for leaf in leaves]
@@ -51,7 +51,7 @@ def measure(scheme: str, size: int, repeats: int) -> dict:
         line + rng.standard_normal(line.size).astype(np.float32) * np.float32(1e-4 * (i + 1))
         for i, line in enumerate(old)
     ]
-    image, memory = Image([part]), Memory()
+    image, memory = ChainImage([part]), Memory()
     array = image.arrays[0]
     values = new if part.is_floats else [line.view(np.uint8) for line in new]
     reset = lambda: image.fill([old if part.is_floats else [line.view(np.uint8) for line in old]])  # noqa: E731
@@ -80,9 +80,9 @@ def measure(scheme: str, size: int, repeats: int) -> dict:
 def small_records(entropy: str, dictionary_bytes: int, reuse: bool, entries: int, records: int = 40) -> dict:
     """What using code tables again, or a dictionary, saves where records are small: bits for an entry."""
     rng = np.random.default_rng(1)
-    leaf = Leaf("x", "float32", (entries,), "parameter")
+    leaf = CodedLeaf("x", "float32", (entries,), "parameter")
     (part,) = arrange([leaf], Deltas(parameters=parse(f"lc(bits=3,entropy={entropy})"), small="pool"))
-    image, memory = Image([part]), Memory()
+    image, memory = ChainImage([part]), Memory()
     value, sizes = np.zeros(entries, np.float32), []
     start = time.thread_time()
     for _ in range(records):

@@ -55,7 +55,7 @@ def leaves_of(case: str, rank: int, world: int, count: int) -> Iterator[tuple[st
 def after(case: str, world: int, count: int) -> dict[str, Any]:
     """One round by the code as it is."""
     from stepwell.ranks.claims import NO_DIGEST, Claims, Form, Listener
-    from stepwell.ranks.share_verdict import Verdict
+    from stepwell.ranks.share_verdict import ShareVerdict
     from stepwell.ranks.sharing import share
     from stepwell.storage.format.checksum import block_digest
 
@@ -88,7 +88,7 @@ def after(case: str, world: int, count: int) -> dict[str, Any]:
     mine = claims_of(world - 1)
     body = json.loads(made[id(verdicts[-1])])
     started = time.process_time()
-    rows = Verdict.load(body).rows(mine, world - 1)
+    rows = ShareVerdict.load(body).rows(mine, world - 1)
     each = said + time.process_time() - started
     return clock.result(told_bytes, answer_bytes, each) | {"different": len(made), "rows": len(rows)}
 

@@ -37,7 +37,7 @@ from stepwell.training.loop.preemption import Leave
 from stepwell.training.loop.run_state import OwnState
 from stepwell.training.loop.save import Saving
 from stepwell.training.loop.save_handle import SaveHandle
-from stepwell.training.loop.schedule import Pace
+from stepwell.training.loop.schedule import Schedule
 from stepwell.training.policy.every import Every, Policy
 from stepwell.training.snapshot.snapshotter import Snapshotter
 from stepwell.training.state.capture import Capture
@@ -115,7 +115,7 @@ class Checkpointer:
         self._log = self._together.log = journal.EventLog(
             self._paths.events, who="trainer", rank=self._paths.rank, background=True
         )
-        self._pace = Pace(self._paths, owner, options.choose_policy(policy, overhead), memory, self._log)
+        self._pace = Schedule(self._paths, owner, options.choose_policy(policy, overhead), memory, self._log)
         self._outcomes = Outcomes(
             self._pace.end, lambda pid: self._progress.update(self._steps.step, agent_pid=pid), self._log
         )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import pytest
 
-from stepwell.adapters.checkfreq.moment import Moment
+from stepwell.adapters.checkfreq.moment import StateMoment
 
 
 class Meter:
@@ -23,7 +23,7 @@ class Meter:
 @pytest.mark.parametrize("dtype", ["float64", "int8"])
 def test_a_change_in_the_middle_of_a_large_array_is_seen(dtype: str) -> None:
     meter = Meter(dtype)
-    before = Moment([meter])
-    assert before == Moment([meter])
+    before = StateMoment([meter])
+    assert before == StateMoment([meter])
     meter.values[2500] = 1
-    assert before != Moment([meter])
+    assert before != StateMoment([meter])

@@ -18,13 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stepwell.agent.queue import Layout, Pending
+from stepwell.agent.queue import AgentLayout, Pending
 from stepwell.events import journal
 from stepwell.handover.channel import Message
 from stepwell.handover.client import AgentClient
 from stepwell.handover.find_agents import make_whereabouts
 from stepwell.handover.memory import FROZEN, Arena, ArenaShape, whole_pages
-from stepwell.restore.verified_read import FileSource, read_record_leaves
+from stepwell.restore.byte_sources import FileSource
+from stepwell.restore.verified_read import read_record_leaves
 from stepwell.storage.format.record import LeafEntry, Record
 from stepwell.storage.format.shard import LeafSpec, ShardLayout, lay_out
 from stepwell.storage.store import catalog
@@ -218,7 +219,7 @@ class Puppet:
             sequence=self._complete[slot],
             slot=slot,
             arena=self.arena,
-            layout=Layout.from_message(self.layout_message()),
+            layout=AgentLayout.from_message(self.layout_message()),
             meta=self.meta(step),
         )
 

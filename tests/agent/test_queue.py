@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from stepwell.agent.offer import make_offer
-from stepwell.agent.queue import Layout, Layouts, Pending, PendingQueue
+from stepwell.agent.queue import AgentLayout, Layouts, Pending, PendingQueue
 from stepwell.handover.memory import PAGE, Arena, ArenaShape
 from stepwell.types import CheckpointId, Owner
 
@@ -20,7 +20,7 @@ def arena() -> Iterator[Arena]:
 
 
 def make(arena: Arena, sequence: int, slot: int) -> Pending:
-    layout = Layout(1, 100, 0, (), {})
+    layout = AgentLayout(1, 100, 0, (), {})
     id = CheckpointId(sequence, 0, 1)
     return Pending("run", id, Owner(), sequence, slot, arena, layout, {"frozen": 0})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.agent.files.tuning import Place, Setting, Tuner, most_threads, recall, remember
+from stepwell.agent.files.tuning import Setting, Tuner, WritePlace, most_threads, recall, remember
 from stepwell.storage.store.mounts import file_system_type
 from tests.agent.puppet import Puppet
 
@@ -107,7 +107,7 @@ def test_a_disk_that_became_slow_is_looked_at_again() -> None:
 # -- what is remembered
 
 
-HERE = Place("host", "ext4", 77)
+HERE = WritePlace("host", "ext4", 77)
 FOUND = Setting(2, 16 * MIB)
 
 
@@ -152,7 +152,7 @@ def test_an_agent_remembers_and_the_next_one_knows(run_dir: Path) -> None:
             break
     assert puppet.close()
     (event,) = puppet.events("storage")
-    known = recall(puppet.paths.storage, Place.of(run_dir))
+    known = recall(puppet.paths.storage, WritePlace.of(run_dir))
     assert known is not None and vars(known[0]).items() <= event.items()
     again = Puppet(run_dir, leaf_bytes=40 * MIB)
     again.start(parent=1, step=step)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stepwell.agent.queue import Layout, Pending
+from stepwell.agent.queue import AgentLayout, Pending
 from stepwell.agent.worker import Worker
 from stepwell.handover.memory import PAGE, Arena, ArenaShape
 from stepwell.storage.format.manifest import Void
@@ -36,7 +36,7 @@ class Scene:
         self.older, self.newer = self._written(6, 0), self._written(9, 1)
 
     def _written(self, step: int, slot: int) -> Pending:
-        owner, layout = Owner(0, WORLD), Layout(1, 100, 0, (), {})
+        owner, layout = Owner(0, WORLD), AgentLayout(1, 100, 0, (), {})
         pending = Pending(self.run, self._id(step), owner, step, slot, self.arena, layout, META)
         commit.open_checkpoint(self.paths, pending.id, owner)
         pending.record = self.leave_record(step, rank=0)

@@ -57,11 +57,11 @@ def make_loader() -> Any:
 def count_what_was_handed_out() -> None:
     """The control: the position is that of the sampler, which runs ahead of the loop by what workers prefetch."""
     from stepwell.training.data.batches import Batches
-    from stepwell.training.data.sampler import Plain
+    from stepwell.training.data.sampler import PlainSampler
 
-    inner_iter, inner_saved, handed = Plain.__iter__, Batches.saved, {}
+    inner_iter, inner_saved, handed = PlainSampler.__iter__, Batches.saved, {}
 
-    def iterate(self: Plain) -> Iterator[Any]:
+    def iterate(self: PlainSampler) -> Iterator[Any]:
         at = handed["at"] = self._at
         for batch in inner_iter(self):
             at = handed["at"] = self.after(at)
@@ -70,7 +70,7 @@ def count_what_was_handed_out() -> None:
     def saved(self: Batches, at: Any, **options: Any) -> Any:
         return inner_saved(self, handed.get("at", at), **options)
 
-    Plain.__iter__, Batches.saved = iterate, saved  # type: ignore[method-assign]
+    PlainSampler.__iter__, Batches.saved = iterate, saved  # type: ignore[method-assign]
 
 
 def main() -> None:

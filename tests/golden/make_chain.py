@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from stepwell.storage.chain.chain_writer import ChainWriter
-from stepwell.storage.codecs.assignment import Deltas, Leaf
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas
 from stepwell.storage.codecs.codec_spec import LC, Hold, Top
 
 LEAVES = (
-    Leaf("weight", "float32", (20, 15), "parameter"),
-    Leaf("half", "bfloat16", (20,), "parameter"),
-    Leaf("m", "float32", (30,), "moment1"),
-    Leaf("v", "float32", (30,), "moment2"),
-    Leaf("steps", "int64", (), "value"),
+    CodedLeaf("weight", "float32", (20, 15), "parameter"),
+    CodedLeaf("half", "bfloat16", (20,), "parameter"),
+    CodedLeaf("m", "float32", (30,), "moment1"),
+    CodedLeaf("v", "float32", (30,), "moment2"),
+    CodedLeaf("steps", "int64", (), "value"),
 )
 RECORDS = 7
 

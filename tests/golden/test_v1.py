@@ -12,8 +12,8 @@ import numpy
 import pytest
 import torch
 
+from stepwell.restore.byte_sources import FileSource
 from stepwell.restore.load import load_record
-from stepwell.restore.verified_read import FileSource
 from stepwell.storage.format.checksum import block_digest
 from stepwell.storage.format.document import unseal
 from stepwell.storage.format.record import KIND, Record

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stepwell.errors import RoomError
-from stepwell.storage.codecs.assignment import Deltas, Leaf, arrange
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas, arrange
 from stepwell.storage.codecs.codec_spec import LC, Spec, Uniform
 from tests.storage.codecs.device_walks import (
     LEAVES,
@@ -25,13 +25,13 @@ BIG = [
     dataclasses.replace(leaf, shape=({"row": 1 << 20, "rows": 700_001}.get(leaf.name, leaf.count),)) for leaf in LEAVES
 ]
 ALIGNED = [
-    Leaf(name, "float32", (count,), "parameter") for name, count in (("a", 1 << 21), ("b", 999_936), ("c", 4096))
+    CodedLeaf(name, "float32", (count,), "parameter") for name, count in (("a", 1 << 21), ("b", 999_936), ("c", 4096))
 ]
 
 
 @pytest.mark.parametrize("leaves", [LEAVES, BIG, ALIGNED], ids=["small", "big", "aligned"])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text)
-def test_symbols_are_those_of_the_host(spec: Spec, leaves: list[Leaf]) -> None:
+def test_symbols_are_those_of_the_host(spec: Spec, leaves: list[CodedLeaf]) -> None:
     twins = check_same_symbols(spec, "cuda", leaves=leaves)
     assert twins.reused >= 3 and twins.coder._used.align == (16 if leaves is ALIGNED else 1)
 
@@ -51,7 +51,7 @@ def test_records_are_applied_to_the_same_bits(spec: Spec, tmp_path: Path, monkey
 
 
 def test_without_room_for_the_reference_the_caller_is_told() -> None:
-    (part,) = arrange([Leaf("a", "float32", (1 << 40,), "parameter")], Deltas())
+    (part,) = arrange([CodedLeaf("a", "float32", (1 << 40,), "parameter")], Deltas())
     with pytest.raises(RoomError, match="on the host"):
         _start(part)
 
@@ -68,7 +68,7 @@ def test_launches_do_not_grow_with_the_leaves() -> None:
 
     counts = []
     for leaves in (4, 200):  # so many that symbols are thinned out
-        names = [Leaf(str(i), "float32", (4096,), "parameter") for i in range(leaves)]
+        names = [CodedLeaf(str(i), "float32", (4096,), "parameter") for i in range(leaves)]
         (part,) = arrange(names, Deltas(parameters=LC(bits=3)))
         tensors = [torch.randn(4096, device="cuda") for _ in names]
         coder = DeviceCoder.start(part, tensors, skip=Uniform(0.25))

@@ -17,8 +17,9 @@ import torch
 import stepwell
 from stepwell.errors import DamagedError
 from stepwell.events.journal import read_events
+from stepwell.restore.byte_sources import BlockSource, FileSource, MemorySource
 from stepwell.restore.into_tensors import Placing
-from stepwell.restore.verified_read import FileSource, MemorySource, Source, read_file
+from stepwell.restore.verified_read import read_file
 from stepwell.storage.format.record import LeafEntry
 from tests.restore.test_read import BLOCK, in_memory, leaves, stored
 
@@ -42,9 +43,9 @@ def poisoned(every: list[LeafEntry], random_: random.Random) -> dict[str, torch.
     }
 
 
-def threaded(kind: str, threads: int, memory: MemorySource, path: Path) -> Source:
+def threaded(kind: str, threads: int, memory: MemorySource, path: Path) -> BlockSource:
     if kind == "file":
-        source: Source = type("Threaded", (FileSource,), {"threads": threads})(path)
+        source: BlockSource = type("Threaded", (FileSource,), {"threads": threads})(path)
         return source
     memory.__class__ = type("Threaded", (MemorySource,), {"threads": threads})
     return memory

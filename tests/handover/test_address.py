@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from stepwell.handover import agent_address
-from stepwell.handover.agent_address import Found, connect, find_agents, find_pids, find_ranks, listen, place
+from stepwell.handover.agent_address import FoundSocket, connect, find_agents, find_pids, find_ranks, listen, place
 from stepwell.handover.channel import is_same_user, peer
 from stepwell.ranks.wire.secret import draw_secret
 
@@ -122,5 +122,5 @@ def test_a_full_queue_is_not_taken_for_gone(where: str, monkeypatch: pytest.Monk
 def test_a_listener_of_another_process_is_not_believed(where: str) -> None:
     with listen(where, 0):
         (found,) = find_agents(where, 0)
-        other = Found(found.name, 0, found.namespace, found.began, found.pid + 1)
+        other = FoundSocket(found.name, 0, found.namespace, found.began, found.pid + 1)
         assert connect(other, timeout=5) is None

@@ -23,7 +23,7 @@ import stepwell
 import stepwell.restore.open_run
 from stepwell.errors import DamagedError, RestoreError
 from stepwell.events.journal import read_events
-from stepwell.restore import verified_read
+from stepwell.restore import byte_sources, verified_read
 from stepwell.storage.format.manifest import Lineage
 from stepwell.storage.format.record import FileEntry
 from stepwell.storage.store.catalog import read_record
@@ -88,7 +88,7 @@ class Target:
     def assert_read_fails(self, file: FileEntry, path: Path) -> None:
         """The verified read of the file stops, by name."""
         with pytest.raises(DamagedError, match=re.escape(str(path))):
-            source = verified_read.FileSource(path)
+            source = byte_sources.FileSource(path)
             try:
                 verified_read.read_file(source, file, [], lambda *_: None, check_all=True)
             finally:

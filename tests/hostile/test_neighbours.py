@@ -30,7 +30,7 @@ from stepwell.handover.find_agents import find_orphan
 from stepwell.levels.level_spec import Levels, Shared
 from stepwell.levels.level_spec import Node as Cached
 from stepwell.levels.peers.fetch import Peer
-from stepwell.ranks.line.line_meeting import Place, call
+from stepwell.ranks.line.line_meeting import LineAddress, call
 from stepwell.ranks.wire.secret import derive
 from stepwell.restore.from_nodes import Caches
 from stepwell.storage.store.lineage import open_run
@@ -215,7 +215,7 @@ def test_nothing_secret_is_said_over_the_group(stack: ExitStack, tmp_path: Path)
 CROWD = 200
 
 
-def crowd_of(place: Place) -> tuple[int, list[socket.socket]]:
+def crowd_of(place: LineAddress) -> tuple[int, list[socket.socket]]:
     socks = [socket.create_connection((place.addresses[0], place.port), timeout=SECONDS) for _ in range(CROWD)]
     return len(socks), socks
 
@@ -316,7 +316,7 @@ def test_he_plays_the_agent_of_a_dead_run(run_dir: Path) -> None:
 
 def test_control_without_a_look_at_the_process_it_seems_to_live(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = name_of_a_dead_agent(run_dir)
-    monkeypatch.setattr(address.Found, "may_live", True)
+    monkeypatch.setattr(address.FoundSocket, "may_live", True)
     monkeypatch.setattr(address, "_LOOK_SECONDS", 1.0)
     with living_stranger(lambda: fill(name)):
         assert len(look_for_life(RunPaths(run_dir)).agent_pids) == 1

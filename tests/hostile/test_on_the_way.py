@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.errors import PeerError
-from stepwell.ranks.line.line_meeting import Place
+from stepwell.ranks.line.line_meeting import LineAddress
 from stepwell.ranks.wire.seal import digest_of
 from tests.levels.peer_node import SECONDS, Node, is_hung_up, read, until
 from tests.ranks.groups.ends import Caller, dial, frame
@@ -146,7 +146,7 @@ def test_a_request_that_was_overheard_is_worth_nothing_a_second_time(node: Node,
 def test_a_message_of_the_line_that_is_changed_loses_the_rank(stack: ExitStack) -> None:
     caller = Caller(stack)
     between = Between(stack, (caller.place.addresses[0], caller.place.port), right)
-    place = Place(["127.0.0.1"], between.address[1], caller.place.start)
+    place = LineAddress(["127.0.0.1"], between.address[1], caller.place.start)
     sock = stack.enter_context(dial(place, 1))
     caller.join()
     sock.sendall(frame(sock, {"go": "on"}))
@@ -159,7 +159,7 @@ def test_a_message_of_the_line_that_is_changed_loses_the_rank(stack: ExitStack) 
 def test_a_greeting_of_another_start_is_refused(stack: ExitStack) -> None:
     """A rank that a start before this one left behind has the secret, and calls where rank 0 listens by chance."""
     caller = Caller(stack)
-    old = Place(caller.place.addresses, caller.place.port, "0" * 32)
+    old = LineAddress(caller.place.addresses, caller.place.port, "0" * 32)
     with pytest.raises(OSError, match="does not know the secret"):
         dial(old, 1, seconds=0.2)
     caller.connect()

@@ -21,7 +21,7 @@ from stepwell.agent.files.writer import Writer
 from stepwell.agent.target.shared_target import Persister
 from stepwell.errors import DamagedError
 from stepwell.events import journal
-from stepwell.restore.verified_read import FileSource
+from stepwell.restore.byte_sources import FileSource
 from stepwell.storage.chain import chain_files
 from stepwell.storage.format.record import FileEntry, Record
 from stepwell.storage.store import catalog, commit, files, retention

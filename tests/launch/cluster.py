@@ -23,7 +23,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from stepwell.events.journal import read_events
-from stepwell.launch.slot_table import Table, decode
+from stepwell.launch.slot_table import SlotTable, decode
 from tests.crash.harness import Process, _read, wait_for
 
 HERE = Path(__file__).parent
@@ -256,7 +256,7 @@ class Cluster:
     def logs(self) -> str:
         return "\n".join(f"-- {life.log.name}\n{life.text()[-3000:]}" for life in self.lives)
 
-    def table(self) -> Table:
+    def table(self) -> SlotTable:
         """As the store has it now."""
         store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=10))
         return decode(store.get("stepwell/job/slots"))

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.launch import exit_status
 from stepwell.launch.conf import Conf, read_conf
-from stepwell.launch.exit_status import Ended
+from stepwell.launch.exit_status import LaunchEnded
 from stepwell.launch.health import why_refused
 from stepwell.launch.meeting_point import hold_port, own_address
 from stepwell.launch.pulse import Pulse
@@ -151,7 +151,7 @@ def test_the_store_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
 
 
 def test_a_job_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(Ended) as ended:
+    with pytest.raises(LaunchEnded) as ended:
         create(RendezvousParameters("stepwell", "127.0.0.1:1", "none", 1, 2))
     assert ended.value.code == exit_status.FAILED and "stepwell: give the job a name" in capsys.readouterr().err
 

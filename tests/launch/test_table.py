@@ -11,7 +11,7 @@ from stepwell.errors import StateError
 from stepwell.launch import exit_status
 from stepwell.launch.slot_table import (
     Member,
-    Table,
+    SlotTable,
     arrive,
     bury,
     count_workers,
@@ -29,15 +29,15 @@ def member(name: str, life: int = 0) -> Member:
     return Member(name, f"{name}.{life}", "host", 1)
 
 
-def formed(slots: int = 3, spares: int = 1) -> Table:
+def formed(slots: int = 3, spares: int = 1) -> SlotTable:
     """A job in its first round."""
-    table = Table((None,) * slots, slots + spares)
+    table = SlotTable((None,) * slots, slots + spares)
     for i in range(slots + spares):
         table = enter(table, member(f"n{i}"))
     return come(table, *range(slots))
 
 
-def come(table: Table, *slots: int, generation: int | None = None) -> Table:
+def come(table: SlotTable, *slots: int, generation: int | None = None) -> SlotTable:
     """These agents arrive, and the round begins if it can."""
     last = table.generation if generation is None else generation
     for slot in slots:
@@ -47,7 +47,7 @@ def come(table: Table, *slots: int, generation: int | None = None) -> Table:
     return settle(table, (), (), 3)
 
 
-def nodes(table: Table) -> list[str]:
+def nodes(table: SlotTable) -> list[str]:
     return [seat.node for seat in table.seats()]
 
 
@@ -123,7 +123,7 @@ def test_giving_up_says_which_slots() -> None:
     table = give_up(bury(formed(3, 0), {"n0.0", "n2.0"}, None), 5)
     assert table.over is not None and table.over.code == exit_status.OUT_OF_SPARES
     assert "slots 0, 2 lost" in table.over.reason
-    table = give_up(enter(Table((None, None), 2), member("a")), 5)
+    table = give_up(enter(SlotTable((None, None), 2), member("a")), 5)
     assert table.over is not None and "1 of 2 nodes came" in table.over.reason
     assert give_up(formed(), 5).over is None
 
@@ -170,12 +170,12 @@ def test_random_lives(seed: int) -> None:
     """Agents die, come and crash in any order: nobody healthy is displaced, and a round always forms again."""
     draw = random.Random(seed)
     slots, spares = draw.randint(1, 5), draw.randint(0, 3)
-    table = Table((None,) * slots, slots + spares)
+    table = SlotTable((None,) * slots, slots + spares)
     last: dict[str, int] = {}
     lives = {f"n{i}": 0 for i in range(slots + spares)}
     alive: dict[str, Member] = {}
 
-    def act(table: Table, who: str) -> Table:
+    def act(table: SlotTable, who: str) -> SlotTable:
         """What an agent would do now."""
         me = alive[who]
         if not table.has(me.agent):
@@ -213,7 +213,7 @@ def test_random_lives(seed: int) -> None:
     assert table.is_running and len(table.spares) == spares and not table.dead
 
 
-def check(before: Table, after: Table) -> None:
+def check(before: SlotTable, after: SlotTable) -> None:
     for old, new in zip(before.slots, after.slots, strict=True):
         if old is not None and new is not None and old.agent != new.agent:
             assert old.agent in before.dead, "a live agent was displaced"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.agent.files.writer import Writer
-from stepwell.agent.target.node_target import Keeper
+from stepwell.agent.target.node_target import NodeTarget
 from stepwell.agent.target.spill import Spill
 from stepwell.errors import DamagedError
 from stepwell.events import journal
@@ -111,9 +111,9 @@ class Field:
                 done = [keeper.rehold(id) for keeper in keepers]
             assert all(done) and not any(keeper.redundancy.why_failed(id) for keeper in keepers)
 
-    def _serve(self, stack: ExitStack) -> list[Keeper]:
+    def _serve(self, stack: ExitStack) -> list[NodeTarget]:
         """The keepers of all ranks, each asked at a socket of its own."""
-        keepers: list[Keeper] = []
+        keepers: list[NodeTarget] = []
         sockets = [listen(("127.0.0.1", 0)) for _ in self.domains]
         seats = [Seat(node, node, *sock.getsockname()[:2]) for node, sock in zip(self.domains, sockets, strict=True)]
         secret = draw_secret()
@@ -123,7 +123,7 @@ class Field:
             log = journal.EventLog(Path(os.devnull), who="agent")
             owner = Owner(rank, len(seats))
             spill = Spill(RunPaths(self.folder / "run"), owner, Keep(), log, lineage=1, patience=5.0)
-            keepers.append(Keeper(orders, owner, log, Writer(), spill, lineage=1, patience=5.0))
+            keepers.append(NodeTarget(orders, owner, log, Writer(), spill, lineage=1, patience=5.0))
             stack.callback(keepers[rank].close)
             server = PeerServer(self.cache(node), secret, RUN, keepers[rank].answer, bind=sockets[rank])
             server.start()

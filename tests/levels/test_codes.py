@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.levels.protect import erasure
-from stepwell.levels.protect.erasure import Layout, encode, encode_stripe, rebuild, survives
+from stepwell.levels.protect.erasure import StripeLayout, encode, encode_stripe, rebuild, survives
 
 PAGE = 4096
 
@@ -24,7 +24,7 @@ class Shards:
 
     def __init__(self, contents: Sequence[bytes], parity: int) -> None:
         self.contents = contents
-        self.layout = Layout(tuple(map(len, contents)), parity)
+        self.layout = StripeLayout(tuple(map(len, contents)), parity)
         self.parity = [self.encoded(position) for position in range(len(contents))]
         self.lost: Collection[int] = ()
         self.asked: list[tuple[str, int, int, int]] = []
@@ -200,7 +200,7 @@ def test_parity_is_what_the_module_says(count: int, parity: int) -> None:
 @pytest.mark.parametrize("count", range(2, 10))
 def test_every_chunk_is_in_one_stripe_and_every_row_on_another_member(count: int) -> None:
     for parity in range(1, count):
-        layout = Layout((1,) * count, parity)
+        layout = StripeLayout((1,) * count, parity)
         chunks: Counter[tuple[int, int]] = Counter()
         rows: Counter[tuple[int, int]] = Counter()
         for stripe in range(count):
@@ -320,17 +320,17 @@ def synthesise(member: int, start: int, nbytes: int, into: memoryview) -> None:
 def test_shards_beyond_4_gib_in_a_few_places(count: int, parity: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of 10 to 40 GiB, of whose chunks only the first slices, the last ones and some between are worked on."""
     lengths = (*(2 * LONG * (count - parity) - number * (LONG + 1) for number in range(count - 1)), 1)
-    layout = Layout(lengths, parity)
+    layout = StripeLayout(lengths, parity)
     assert layout.chunk_bytes > 1 << 33
     every = layout.chunk_bytes // erasure.SLICE_BYTES
 
-    def slices(self: Layout) -> Iterator[tuple[int, int]]:
+    def slices(self: StripeLayout) -> Iterator[tuple[int, int]]:
         for number in (0, 1, 4095, 4096, LONG // erasure.SLICE_BYTES, every - 1, every):
             start = number * erasure.SLICE_BYTES
             if start < self.chunk_bytes:
                 yield start, min(erasure.SLICE_BYTES, self.chunk_bytes - start)
 
-    monkeypatch.setattr(Layout, "slices", slices)
+    monkeypatch.setattr(StripeLayout, "slices", slices)
     parities: dict[tuple[int, int], bytes] = {}
 
     def write_parity(member: int, offset: int, data: memoryview) -> None:
@@ -360,7 +360,7 @@ def test_shards_beyond_4_gib_in_a_few_places(count: int, parity: int, monkeypatc
 @pytest.mark.timeout(600)
 def test_a_shard_beyond_4_gib() -> None:
     """All of it, in a set of two: there the parity of one is the other, and need not be kept."""
-    layout = Layout((LONG, LONG // 2), 1)
+    layout = StripeLayout((LONG, LONG // 2), 1)
     total = 0
 
     def write(member: int, offset: int, data: memoryview) -> None:
@@ -399,7 +399,7 @@ def test_a_shard_beyond_4_gib() -> None:
 )
 def test_a_set_that_cannot_be(lengths: tuple[int, ...], parity: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Layout(lengths, parity)
+        StripeLayout(lengths, parity)
 
 
 def test_members_that_are_not_there() -> None:
@@ -438,4 +438,4 @@ def test_a_pyeclib_without_isa_l_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(ec_iface, "ECDriver", refuse)
     with pytest.raises(ConfigError, match=r"ISA-L.*no such library"):
-        encode(Layout((1, 1, 1), 2), 0, lambda *_: None, lambda *_: None)
+        encode(StripeLayout((1, 1, 1), 2), 0, lambda *_: None, lambda *_: None)

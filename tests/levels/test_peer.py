@@ -20,7 +20,8 @@ from stepwell.levels.peers.peer_frames import MAX_ANSWER_BYTES, MAX_RANGE_BYTES,
 from stepwell.ranks.wire.greeting import CALLER, NONCE_BYTES, PROOF_BYTES, SERVER
 from stepwell.ranks.wire.seal import TAG_BYTES
 from stepwell.ranks.wire.secret import draw_secret
-from stepwell.restore.verified_read import Source, read_file
+from stepwell.restore.byte_sources import BlockSource
+from stepwell.restore.verified_read import read_file
 from stepwell.storage.format.checksum import block_digest
 from stepwell.storage.format.record import FileEntry
 from tests.levels.peer_node import (
@@ -70,7 +71,7 @@ def test_restore_reads_a_peer_as_it_reads_a_file(node: Node) -> None:
     data = node.put("shard", os.urandom(5 * MIB + 123))
     digests = [block_digest(memoryview(data)[low : low + block]) for low in range(0, len(data), block)]
     entry = FileEntry("shard", "opaque", len(data), block, tuple(digests))
-    source: Source = PeerSource(node.peer(), CHECKPOINT, "shard", len(data))
+    source: BlockSource = PeerSource(node.peer(), CHECKPOINT, "shard", len(data))
     assert source.label.endswith(f"{CHECKPOINT}/shard")
     assert source.threads == MAX_STREAMS
     assert read_file(source, entry, [], lambda *_: None, check_all=True) == len(data)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from stepwell.agent.files.writer import Writer
-from stepwell.agent.target.node_target import Keeper
+from stepwell.agent.target.node_target import NodeTarget
 from stepwell.agent.target.spill import Spill
 from stepwell.errors import VoidError
 from stepwell.events import journal
@@ -30,7 +30,7 @@ from stepwell.types import CheckpointId, Keep, Owner
 from tests.levels.field import RUN, from_memory, make_record
 
 
-def make_keeper(place: Path, lineage: int = 2, rank: int = 0) -> Keeper:
+def make_keeper(place: Path, lineage: int = 2, rank: int = 0) -> NodeTarget:
     """The agent's keeper of one rank of two, on nodes of their own; the other one cannot be reached."""
     seats = (Seat("a", "a", "127.0.0.1", 1), Seat("b", "b", "127.0.0.1", 1))
     orders = Orders(str(place), RUN, 2, Pairs(), Shared(), draw_secret(), seats)
@@ -38,9 +38,9 @@ def make_keeper(place: Path, lineage: int = 2, rank: int = 0) -> Keeper:
     return keeper_of(orders, Owner(rank, 2), log, lineage=lineage, patience=5.0)
 
 
-def keeper_of(orders: Orders, owner: Owner, log: journal.EventLog, **limits: Any) -> Keeper:
+def keeper_of(orders: Orders, owner: Owner, log: journal.EventLog, **limits: Any) -> NodeTarget:
     spill = Spill(RunPaths(Path(orders.cache) / "run"), owner, Keep(), log, **limits)
-    return Keeper(orders, owner, log, Writer(), spill, **limits)
+    return NodeTarget(orders, owner, log, Writer(), spill, **limits)
 
 
 def test_what_processes_that_died_left_is_removed_and_what_others_write_is_not(tmp_path: Path) -> None:

@@ -8,21 +8,21 @@ import pytest
 
 from stepwell.events import journal
 from stepwell.storage.store.paths import RunPaths
-from stepwell.training.loop.schedule import Pace
+from stepwell.training.loop.schedule import Schedule
 from stepwell.training.policy.every import Every, Never, Policy
 from stepwell.types import Owner
 
 
-def make(tmp_path: Path, rank: int, policy: Policy, memory: Policy | None = None) -> Pace:
+def make(tmp_path: Path, rank: int, policy: Policy, memory: Policy | None = None) -> Schedule:
     log = journal.EventLog(tmp_path / f"events.{rank}", who="trainer")
-    return Pace(RunPaths(tmp_path, rank), Owner(rank, 2), policy, memory, log)
+    return Schedule(RunPaths(tmp_path, rank), Owner(rank, 2), policy, memory, log)
 
 
-def sure(pace: Pace, step: int) -> set[str]:
+def sure(pace: Schedule, step: int) -> set[str]:
     return pace.wishes(step, is_epoch_end=False, again=False)[0]
 
 
-def walk(pace: Pace, steps: int, planned: set[int]) -> dict[int, set[str]]:
+def walk(pace: Schedule, steps: int, planned: set[int]) -> dict[int, set[str]]:
     """What is due by counting at each step; `planned` are saves that this rank took part in beside that."""
     found = {}
     for step in range(1, steps + 1):
@@ -60,7 +60,7 @@ def test_a_policy_by_the_clock_does_not_keep_memory_from_being_counted(tmp_path:
 
 
 def test_alone_a_save_restarts_everything(tmp_path: Path) -> None:
-    pace = Pace(
+    pace = Schedule(
         RunPaths(tmp_path), Owner(), Every(steps=3), Never(), journal.EventLog(tmp_path / "events", who="trainer")
     )
     pace.restart(2, durable=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stepwell.ranks import rank_sets, sharing
 from stepwell.ranks.claims import NO_DIGEST, Claims, Form, Heard, Listener
-from stepwell.ranks.share_verdict import Shares, Verdict
+from stepwell.ranks.share_verdict import Shares, ShareVerdict
 from stepwell.storage.format.box import Box, is_covered
 from stepwell.storage.format.checksum import block_digest
 from tests.ranks import oracle
@@ -48,7 +48,7 @@ def share(claims: Held) -> list[Shares]:
     verdicts = sharing.share(heard(claims))
     messages = [json.loads(json.dumps(verdict.dump())) for verdict in verdicts]
     return [
-        Verdict.load(message).rows(told(mine), rank)
+        ShareVerdict.load(message).rows(told(mine), rank)
         for rank, (message, mine) in enumerate(zip(messages, claims, strict=True))
     ]
 

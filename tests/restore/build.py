@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stepwell.agent.queue import Layout, Pending
+from stepwell.agent.queue import AgentLayout, Pending
 from stepwell.agent.target.shared_target import Persister
 from stepwell.events import journal
 from stepwell.handover.channel import encode
@@ -87,7 +87,7 @@ class RunBuilder:
             sequence=1,
             slot=0,
             arena=arena,
-            layout=Layout.from_message(json.loads(encode(plan.message()))),
+            layout=AgentLayout.from_message(json.loads(encode(plan.message()))),
             meta=said,
         )
 

@@ -13,7 +13,7 @@ import torch
 
 from stepwell.errors import RestoreError
 from stepwell.events.journal import read_events
-from stepwell.restore import open_run, verified_read
+from stepwell.restore import byte_sources, open_run
 from stepwell.storage.store import catalog, files, retention
 from stepwell.types import CheckpointId, Keep
 from tests.restore.build import RunBuilder, damage_events, restore, restore_only
@@ -150,13 +150,13 @@ def test_a_run_that_is_removed_is_not_taken_for_an_empty_one(
 def test_what_is_open_is_read_to_its_end(build: RunBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pruned after the first block was read: all files are open by then."""
     id = save(build, 1)
-    real = verified_read.FileSource.read
+    real = byte_sources.FileSource.read
 
     def read_and_prune(self: Any, *arguments: Any) -> Any:
         shutil.rmtree(build.paths.checkpoint(id), ignore_errors=True)
         return real(self, *arguments)
 
-    monkeypatch.setattr(verified_read.FileSource, "read", read_and_prune)
+    monkeypatch.setattr(byte_sources.FileSource, "read", read_and_prune)
     model = live()
     assert restore_only(build.root, {"model": model}, only={"model"})
     assert values(model) == {"a": [1.0], "b": [1.0]}

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from stepwell.errors import ConfigError, RestoreError, StateError
+from stepwell.restore.byte_sources import FileSource
 from stepwell.restore.load import load_record
-from stepwell.restore.verified_read import FileSource
 from stepwell.storage.format.record import Record
 from stepwell.training.state.tracked import track
 from tests.restore.build import RunBuilder, damage_events, restore, restore_only

@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepwell.errors import DamagedError
-from stepwell.restore import verified_read
+from stepwell.restore import byte_sources, verified_read
+from stepwell.restore.byte_sources import BlockSource, FileSource, MemorySource
 from stepwell.restore.into_tensors import Placing
-from stepwell.restore.verified_read import FileSource, MemorySource, Source, read_file
+from stepwell.restore.verified_read import read_file
 from stepwell.storage.format.record import FileEntry, LeafEntry
 from tests.restore.test_read import BLOCK, in_memory, leaves, stored
 
@@ -32,13 +33,13 @@ class Opened:
         self._memory = in_memory(content, before=4096)
         if kind == "file":
             path.write_bytes(content)
-            self.source: Source = type("Threaded", (FileSource,), {"threads": threads})(path)
+            self.source: BlockSource = type("Threaded", (FileSource,), {"threads": threads})(path)
         else:
             held = self._memory.__enter__()
             self.source = type("Threaded", (MemorySource,), {"threads": threads})(*held.__dict__.values())
         self._kind = kind
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> BlockSource:
         return self.source
 
     def __exit__(self, *error: Any) -> None:
@@ -52,7 +53,12 @@ def poisoned(wanted: list[LeafEntry]) -> dict[str, torch.Tensor]:
 
 
 def place(
-    source: Source, file: FileEntry, every: list[LeafEntry], tensors: dict[str, torch.Tensor], *, check_all: bool = True
+    source: BlockSource,
+    file: FileEntry,
+    every: list[LeafEntry],
+    tensors: dict[str, torch.Tensor],
+    *,
+    check_all: bool = True,
 ) -> int:
     with Placing(tensors) as placing:
         return read_file(source, file, every, placing, check_all=check_all)
@@ -229,14 +235,14 @@ def test_where_memory_is_scarce_one_room_is_enough(
 ) -> None:
     content, made = pattern(9 * BLOCK), []
 
-    class Scarce(verified_read.Room):
+    class Scarce(byte_sources.ReadBuffer):
         def __init__(self, nbytes: int, *, huge: bool = False) -> None:
             made.append(nbytes)
             if len(made) > allowed:
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             super().__init__(nbytes, huge=huge)
 
-    monkeypatch.setattr(verified_read, "Room", Scarce)
+    monkeypatch.setattr(byte_sources, "ReadBuffer", Scarce)
     found = bytearray(len(content))
 
     def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:
@@ -257,7 +263,7 @@ def test_memory_is_bounded_whatever_the_record_says_of_block_sizes(tmp_path: Pat
     file = FileEntry("x", "opaque", 3 * (64 << 20), 64 << 20, stored(content).blocks * 3)
     with (
         Opened("memory", content, 8, tmp_path) as source,
-        mock.patch.object(verified_read, "Room", wraps=verified_read.Room) as made,
+        mock.patch.object(verified_read, "Room", wraps=byte_sources.ReadBuffer) as made,
         pytest.raises(DamagedError, match=f"ends at {BLOCK}"),
     ):
         read_file(source, file, [], lambda *_: None, check_all=True)

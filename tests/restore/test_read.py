@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepwell.errors import DamagedError
-from stepwell.restore.verified_read import FileSource, MemorySource, Source, read_file
+from stepwell.restore.byte_sources import BlockSource, FileSource, MemorySource
+from stepwell.restore.verified_read import read_file
 from stepwell.storage.format.checksum import block_digest
 from stepwell.storage.format.record import FileEntry, LeafEntry
 
@@ -45,7 +46,7 @@ def in_memory(content: bytes, *, before: int = 0) -> Iterator[MemorySource]:
         os.close(fd)
 
 
-def read(source: Source, file: FileEntry, wanted: list[LeafEntry], *, check_all: bool) -> dict[str, bytearray]:
+def read(source: BlockSource, file: FileEntry, wanted: list[LeafEntry], *, check_all: bool) -> dict[str, bytearray]:
     found = {leaf.name: bytearray(leaf.end - leaf.start) for leaf in wanted}
 
     def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:

@@ -24,7 +24,7 @@ from stepwell.storage.store.lineage import create_next, newest_number, open_run,
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 
-__all__ = ["Owner", "Ticket", "begin", "finish", "write_part"]
+__all__ = ["CommitTicket", "Owner", "begin", "finish", "write_part"]
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ _OWN: Final = "stepwell"
 
 
 @dataclass(frozen=True)
-class Ticket:
+class CommitTicket:
     """Which checkpoint is being written, for all ranks."""
 
     where: str
@@ -53,17 +53,17 @@ class Ticket:
         return found
 
 
-def begin(where: str, step: int, keep: Keep) -> Ticket:
+def begin(where: str, step: int, keep: Keep) -> CommitTicket:
     """Open or create the run, and take the next lineage: who else continues the run may not commit any more."""
     paths = RunPaths.at(where)
     run = open_run(paths, seed=None)
     steps = [entry.id.step for entry in catalog.scan(paths) if entry.is_live and entry.is_committed]
     left = min(step, max(steps, default=0))
     lineage = create_next(paths, parent=newest_number(paths), step=left, keep=keep)
-    return Ticket(where, run.id, CheckpointId(step, 0, lineage.number).directory, time.time())
+    return CommitTicket(where, run.id, CheckpointId(step, 0, lineage.number).directory, time.time())
 
 
-def write_part(ticket: Ticket, owner: Owner, state: Mapping[str, Any], stored: set[tuple[str, ...]]) -> int:
+def write_part(ticket: CommitTicket, owner: Owner, state: Mapping[str, Any], stored: set[tuple[str, ...]]) -> int:
     """Write what this rank stores of a state, then its record. Returns the bytes. Raises OSError, StepwellError.
 
     stored:  places in the state of the tensors that this rank stores, of those that belong to all
@@ -160,7 +160,7 @@ def _entry(leaf: Leaf, start: int, end: int) -> LeafEntry:
     )
 
 
-def finish(ticket: Ticket, world_size: int, keep: Keep) -> None:
+def finish(ticket: CommitTicket, world_size: int, keep: Keep) -> None:
     """All ranks have written: let the checkpoint exist, and make room. Raises OSError, StepwellError."""
     paths = RunPaths.at(ticket.where)
     found = assemble.gather(paths, ticket.id, world_size)

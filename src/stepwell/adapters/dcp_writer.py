@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from stepwell import ConfigError, Keep
-from stepwell.adapters.dcp_commit import Owner, Ticket, begin, finish, write_part
+from stepwell.adapters.dcp_commit import CommitTicket, Owner, begin, finish, write_part
 from stepwell.adapters.world import forget, hear, tell
 
 __all__ = ["StepwellWriter"]
@@ -47,7 +47,7 @@ class StepwellWriter(StorageWriter):
             raise ConfigError(f"step={step!r}: give the number of the step that is saved", found=step)
         self._run, self._step = os.fspath(run), step
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
-        self._ticket: Ticket | None = None
+        self._ticket: CommitTicket | None = None
         self._world_size = 1
         self._number = 0
 
@@ -78,13 +78,13 @@ class StepwellWriter(StorageWriter):
             for rank, plan in enumerate(plans)
         ]
 
-    def _find_ticket(self, plan: SavePlan) -> Ticket:
+    def _find_ticket(self, plan: SavePlan) -> CommitTicket:
         """Of this save; the plan may be that of an earlier one."""
         if self._ticket is not None:
             return self._ticket
         if plan.storage_data["save"] == self._number:
-            return Ticket(**plan.storage_data["ticket"])
-        return Ticket(**json.loads(hear(_name(self._number))))
+            return CommitTicket(**plan.storage_data["ticket"])
+        return CommitTicket(**json.loads(hear(_name(self._number))))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part. Returns when it is durable. Raises StateError for what cannot be stored."""

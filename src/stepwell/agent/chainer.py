@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stepwell.agent.queue import Layout, Pending, PendingQueue
+from stepwell.agent.queue import AgentLayout, Pending, PendingQueue
 from stepwell.errors import StateError
 from stepwell.events import chain_events, journal
 from stepwell.faults import crash_point
@@ -29,7 +29,7 @@ from stepwell.storage.chain import chain_files
 from stepwell.storage.chain.chain_writer import Appended, ChainWriter
 from stepwell.storage.chain.section_coder import Given
 from stepwell.storage.codecs import precoded
-from stepwell.storage.codecs.assignment import Deltas, Leaf, State
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas, State
 from stepwell.storage.store import files
 from stepwell.storage.store.lineage import newest_number
 from stepwell.storage.store.paths import RunPaths
@@ -49,7 +49,7 @@ class _Open:
 
     base: CheckpointId
     writer: ChainWriter
-    leaves: list[Leaf]
+    leaves: list[CodedLeaf]
     layout: int
     coded: frozenset[int] = frozenset()
 
@@ -165,7 +165,7 @@ class Chainer:
         )
         return chain
 
-    def _begin(self, pending: Pending, leaves: list[Leaf], coded: frozenset[int]) -> ChainWriter:
+    def _begin(self, pending: Pending, leaves: list[CodedLeaf], coded: frozenset[int]) -> ChainWriter:
         path = chain_files.chain_path(self._paths, pending.id)
         files.make_directory(path.parent)
         shard = self._paths.checkpoint(pending.id) / f"{pending.owner.stem}.safetensors"
@@ -275,8 +275,8 @@ class Chainer:
                 self._say({"type": "base_due", "reason": reason})
 
 
-def _leaves(layout: Layout) -> list[Leaf]:
-    return [Leaf(leaf.name, leaf.dtype, leaf.shape, leaf.role) for leaf in layout.leaves if leaf.file == _LIVE]
+def _leaves(layout: AgentLayout) -> list[CodedLeaf]:
+    return [CodedLeaf(leaf.name, leaf.dtype, leaf.shape, leaf.role) for leaf in layout.leaves if leaf.file == _LIVE]
 
 
 def _state(pending: Pending) -> State:
@@ -285,7 +285,7 @@ def _state(pending: Pending) -> State:
     return _cut(pending.layout, np.frombuffer(image, np.uint8))
 
 
-def _cut(layout: Layout, image: np.ndarray[Any, np.dtype[np.uint8]]) -> State:
+def _cut(layout: AgentLayout, image: np.ndarray[Any, np.dtype[np.uint8]]) -> State:
     found = {leaf.name: image[leaf.start : leaf.end] for leaf in layout.leaves if leaf.file == _LIVE}
     floats = {leaf.name for leaf in layout.leaves if leaf.dtype == "float32"}
     return {name: part.view(np.float32) if name in floats else part for name, part in found.items()}

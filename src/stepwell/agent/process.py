@@ -28,7 +28,7 @@ from stepwell.agent.callers import Callers
 from stepwell.agent.offer import offer_later, why_refused
 from stepwell.agent.queue import Layouts, Pending
 from stepwell.agent.target.chunks import StreamedSave
-from stepwell.agent.target.peer_door import Door
+from stepwell.agent.target.peer_door import PeerDoor
 from stepwell.agent.trainer_watch import Watched
 from stepwell.agent.worker import Worker
 from stepwell.errors import StepwellError
@@ -37,7 +37,7 @@ from stepwell.handover.channel import Channel, Message
 from stepwell.handover.memory import Arena, ArenaShape
 from stepwell.storage.format.manifest import Void
 from stepwell.storage.store import mirror
-from stepwell.storage.store.objects import Facts
+from stepwell.storage.store.objects import ObjectFacts
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 
@@ -59,7 +59,7 @@ class Agent:
         self.paths = RunPaths(Path())
         self.stream: StreamedSave | None = None
         self._callers = Callers()
-        self._door = Door(lambda: self.worker.persister)
+        self._door = PeerDoor(lambda: self.worker.persister)
         self._selector = selectors.DefaultSelector()
         self.trainer = Watched(self._selector)
         self._lock = self.worker.lock
@@ -124,7 +124,7 @@ class Agent:
 
     def _beat(self) -> None:
         """Show other machines that this run is alive. A thread of its own: the file system may hang."""
-        seen: dict[str, Facts] = {}
+        seen: dict[str, ObjectFacts] = {}
         while True:
             if self.trainer.pid:
                 with contextlib.suppress(OSError):

@@ -26,7 +26,7 @@ class AbandonedError(Exception):
 
 
 @dataclass(frozen=True)
-class Layout:
+class AgentLayout:
     """The part of a record that stays the same from snapshot to snapshot."""
 
     number: int
@@ -38,7 +38,7 @@ class Layout:
     partners: tuple[int, ...] = ()
 
     @classmethod
-    def from_message(cls, message: dict[str, Any]) -> Layout:
+    def from_message(cls, message: dict[str, Any]) -> AgentLayout:
         """As the trainer sent it."""
         leaves = tuple(_leaf(**leaf) for leaf in message["leaves"])
         absent = message.get("elsewhere")
@@ -65,16 +65,16 @@ class Layouts:
     """
 
     def __init__(self) -> None:
-        self._of_kind: dict[bool, dict[int, Layout]] = {}
+        self._of_kind: dict[bool, dict[int, AgentLayout]] = {}
 
     def add(self, message: dict[str, Any]) -> None:
         """As the trainer sent it. One that is partial describes what goes beside symbols."""
         known = self._of_kind.setdefault(message.get("is_partial", False), {})
-        known[message["id"]] = Layout.from_message(message)
+        known[message["id"]] = AgentLayout.from_message(message)
         for number in sorted(known)[:-_LAYOUTS]:
             del known[number]
 
-    def __getitem__(self, number: int) -> Layout:
+    def __getitem__(self, number: int) -> AgentLayout:
         return {**self._of_kind.get(False, {}), **self._of_kind.get(True, {})}[number]
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Pending:
     sequence: int
     slot: int
     arena: Arena
-    layout: Layout
+    layout: AgentLayout
     meta: dict[str, Any]
     failures: int = 0
     not_before: float = 0.0

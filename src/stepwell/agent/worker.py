@@ -90,13 +90,13 @@ class Worker:
         if levels is not None:  # most agents never need these modules, and all have to start fast
             from stepwell.agent.target.flush import Flusher
             from stepwell.agent.target.marker import Marker
-            from stepwell.agent.target.node_target import Keeper
+            from stepwell.agent.target.node_target import NodeTarget
             from stepwell.agent.target.spill import Spill
             from stepwell.levels.assignments import Orders
 
             orders = Orders.load(levels)
             spill = Spill(paths, owner, keep, self.log, lineage=lineage, patience=patience)
-            keeper = Keeper(orders, owner, self.log, self._writer, spill, lineage=lineage, patience=patience)
+            keeper = NodeTarget(orders, owner, self.log, self._writer, spill, lineage=lineage, patience=patience)
             rate = orders.shared.rate
             marker = Marker(paths, orders.run, orders.place, self.log) if owner.is_leader else None
             self.flusher = flusher = Flusher(self.persister, keeper.paths, owner, keep, rate, lineage, marker)
@@ -222,10 +222,10 @@ class Worker:
 
     def _rehold(self) -> None:
         """After a restart: hold and protect again what all went on from, beside everything else."""
-        from stepwell.agent.target.node_target import Keeper
+        from stepwell.agent.target.node_target import NodeTarget
 
         keeper, id = self.persister, self._again
-        assert isinstance(keeper, Keeper) and id is not None
+        assert isinstance(keeper, NodeTarget) and id is not None
         is_over = False
         with contextlib.suppress(OSError, StepwellError):  # again in a moment, or the next checkpoint does
             is_over = keeper.rehold(id)

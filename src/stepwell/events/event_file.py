@@ -184,7 +184,7 @@ def _load(line: bytes) -> dict[str, Any]:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """One of the files, open. `identity` tells it from all others, also when it has another name by now.
 
     The number of a file that is gone is soon given again, but not with the same first line.
@@ -196,10 +196,10 @@ class Part(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[list[Part]]:
+def opened(path: Path) -> Iterator[list[FilePart]]:
     """The parts that are there, the oldest first. A rotation meanwhile takes nothing away and doubles nothing."""
     with contextlib.ExitStack() as stack:
-        found: list[Part] = []
+        found: list[FilePart] = []
         for name in reversed(parts_of(path)):  # the present one first: its next name is one that is still to be opened
             file = _open_to_read(name)
             if file is None:
@@ -207,7 +207,7 @@ def opened(path: Path) -> Iterator[list[Part]]:
             stack.enter_context(file)
             identity = os.fstat(file.fileno()).st_ino, os.pread(file.fileno(), _HEAD_BYTES, 0)
             if identity[0] not in [part.identity[0] for part in found]:
-                found.append(Part(file, identity, is_kept=name == parts_of(path)[0]))
+                found.append(FilePart(file, identity, is_kept=name == parts_of(path)[0]))
         yield found[::-1]
 
 

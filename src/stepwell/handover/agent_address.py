@@ -35,7 +35,7 @@ _NAME: Final = re.compile(r"stepwell/([0-9a-f]{32})/(([0-9]{1,9})/([0-9]{1,20})\
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSocket:
     """The name of an agent. Of one that has died too, if somebody has taken the name since: see `may_live`."""
 
     name: str
@@ -80,7 +80,7 @@ def listen(where: str, rank: int) -> socket.socket:
     return listener
 
 
-def find_agents(where: str, rank: int) -> list[Found]:
+def find_agents(where: str, rank: int) -> list[FoundSocket]:
     """All agents of this run and rank in this network namespace that may live."""
     return sorted((found for found in _listening(where) if found.rank == rank), key=lambda found: found.name)
 
@@ -106,12 +106,12 @@ def find_pids(where: str) -> list[int]:
     return sorted(pids)
 
 
-def _listening(where: str) -> set[Found]:
+def _listening(where: str) -> set[FoundSocket]:
     """The table has the names of all processes and users, and any bytes may be in them: line ends, nothing at all, no
     UTF-8. Only rows that are whole and names that were made with this run's key count, each once: a name and a line end
     looks like that name, and it is the name that is called.
     """
-    all_found: set[Found] = set()
+    all_found: set[FoundSocket] = set()
     if not where:
         return all_found
     with open("/proc/net/unix", "rb") as table:
@@ -119,7 +119,7 @@ def _listening(where: str) -> set[Found]:
             row = _ROW.fullmatch(line)
             name = _NAME.fullmatch(row[2].decode()) if row is not None and int(row[1], 16) & _ACCEPTS else None
             if name is not None and hmac.compare_digest(name[1], _tag(where, name[2])):
-                found = Found(name[0], *map(int, name.groups()[2:]))
+                found = FoundSocket(name[0], *map(int, name.groups()[2:]))
                 if found.may_live:
                     all_found.add(found)
     return all_found
@@ -129,7 +129,7 @@ def _tag(where: str, claim: str) -> str:
     return hmac.digest(bytes.fromhex(where), claim.encode(), "sha256")[:_TAG_BYTES].hex()
 
 
-def connect(found: Found, *, timeout: float) -> Channel | None:
+def connect(found: FoundSocket, *, timeout: float) -> Channel | None:
     """Connect to an agent of the same user; None if it is gone or somebody else's. Raises TimeoutError: its queue is
     full all the time.
     """

@@ -1,7 +1,7 @@
 """How an agent of torchrun ends when the job cannot go on: one exit status for each thing a scheduler may do next.
 
-Holds:   `Ended` is a SystemExit, raised in the agent's main thread: torchrun ends the workers on its way out and does
-         not turn it into status 1, as it does with every other exception.
+Holds:   `LaunchEnded` is a SystemExit, raised in the agent's main thread: torchrun ends the workers on its way out and
+         does not turn it into status 1, as it does with every other exception.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ QUARANTINED: Final = 77
 OUT_OF_RESTARTS: Final = 78
 """The job's budget of restarts is used up: do not start it again before somebody has looked."""
 
-__all__ = ["DONE", "FAILED", "OUT_OF_RESTARTS", "OUT_OF_SPARES", "QUARANTINED", "REQUEUE", "STORE_LOST", "Ended"]
+__all__ = ["DONE", "FAILED", "OUT_OF_RESTARTS", "OUT_OF_SPARES", "QUARANTINED", "REQUEUE", "STORE_LOST", "LaunchEnded"]
 
 
-class Ended(SystemExit):
+class LaunchEnded(SystemExit):
     """The agent ends with this status; `reason` is the one line that was printed."""
 
     def __init__(self, code: int, reason: str) -> None:

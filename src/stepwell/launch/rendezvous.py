@@ -38,12 +38,12 @@ from stepwell.events.run_events import logger
 from stepwell.launch import exit_status
 from stepwell.launch import slot_table as change
 from stepwell.launch.conf import Conf, read_conf
-from stepwell.launch.exit_status import Ended
+from stepwell.launch.exit_status import LaunchEnded
 from stepwell.launch.health import why_refused
 from stepwell.launch.meeting_point import hold_port, own_address
 from stepwell.launch.round import RoundStore
-from stepwell.launch.slot_table import Member, Table
-from stepwell.launch.store_thread import Change, Keeper, StoreLostError
+from stepwell.launch.slot_table import Member, SlotTable
+from stepwell.launch.store_thread import Change, StoreLostError, StoreThread
 from stepwell.storage.store.node_id import node_id
 
 BACKEND: Final = "stepwell"
@@ -62,7 +62,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
             raise ConfigError("give the job a name: --rdzv-id=NAME, the same on all nodes")
     except (ConfigError, ValueError) as error:
         say(str(error))
-        raise Ended(exit_status.FAILED, str(error)) from error
+        raise LaunchEnded(exit_status.FAILED, str(error)) from error
     return Rendezvous(params.run_id, (host, port), params.min_nodes, params.max_nodes, conf, root, params.local_addr)
 
 
@@ -86,7 +86,7 @@ class Rendezvous(RendezvousHandler):
         self._conf = conf
         self._root = root
         self._local = local
-        self._keeper = Keeper(job, Table((None,) * slots, most), conf, os.environ.get("STEPWELL_NOTICE"))
+        self._keeper = StoreThread(job, SlotTable((None,) * slots, most), conf, os.environ.get("STEPWELL_NOTICE"))
         self._me: Member | None = None
         self._node = ""
         self._held: socket.socket | None = None
@@ -179,19 +179,19 @@ class Rendezvous(RendezvousHandler):
             self._keeper.ask(lambda table: change.refuse(table, me, reason))
         return me
 
-    def _slot(self, table: Table, generation: int) -> int | None:
+    def _slot(self, table: SlotTable, generation: int) -> int | None:
         """The slot of this agent in a round that has begun; raises Ended where there will be none."""
         self._check(table)
         assert self._me is not None
         slot = table.seat_of(self._me.agent)
         return slot if table.is_running and table.generation > generation else None
 
-    def _step(self, table: Table, generation: int) -> Table:
+    def _step(self, table: SlotTable, generation: int) -> SlotTable:
         """Do what can be done now; wait for the next look if that is nothing."""
         wish = self._wish(table, generation)
         return self._keeper.ask(wish) if wish(table) != table else self._keeper.next_look()
 
-    def _wish(self, table: Table, generation: int) -> Change:
+    def _wish(self, table: SlotTable, generation: int) -> Change:
         me, conf = self._me, self._conf
         assert me is not None
         if not table.has(me.agent):
@@ -211,7 +211,7 @@ class Rendezvous(RendezvousHandler):
         # Whoever was frozen has old patience, and was taken for dead meanwhile: it has no say any more.
         return lambda before: wish(before) if before.has(me.agent) else before
 
-    def _look_for_twin(self, table: Table) -> None:
+    def _look_for_twin(self, table: SlotTable) -> None:
         """Our own earlier life is found dead in a while. A second agent in one cache directory is not."""
         mine = (member for member in (*table.seats(), *table.spares) if member.node == self._node)
         if not any(table.has(member.agent) for member in mine):
@@ -223,7 +223,7 @@ class Rendezvous(RendezvousHandler):
                 exit_status.FAILED, f"another agent lives in {self._root}: give each its own STEPWELL_CACHE"
             )
 
-    def _run_out_of_patience(self, table: Table) -> tuple[set[str], set[str], float]:
+    def _run_out_of_patience(self, table: SlotTable) -> tuple[set[str], set[str], float]:
         """Agents dead for longer than the grace time, agents that do not arrive, seconds waited in vain for a node.
 
         By this process's clock, from the moment it saw them so.
@@ -276,7 +276,7 @@ class Rendezvous(RendezvousHandler):
 
     # Going
 
-    def _check(self, table: Table) -> None:
+    def _check(self, table: SlotTable) -> None:
         """Raise Ended if the job is over, or this node may not take part in it."""
         if (len(table.slots), table.most) != (self._slots, self._most):
             job = f"--nnodes={len(table.slots)}:{table.most}"
@@ -286,14 +286,14 @@ class Rendezvous(RendezvousHandler):
         if reason := table.quarantine.get(self._node):
             raise self._end(exit_status.QUARANTINED, f"node {self._node[:8]} is in quarantine: {reason}")
 
-    def _lost(self, error: StoreLostError) -> Ended:
+    def _lost(self, error: StoreLostError) -> LaunchEnded:
         host, port = self._endpoint
         self._has_left = True  # there is nobody to say goodbye to
         return self._end(exit_status.STORE_LOST, f"the store {host}:{port} is lost, and the job with it ({error})")
 
-    def _end(self, code: int, reason: str) -> Ended:
+    def _end(self, code: int, reason: str) -> LaunchEnded:
         say(f"{self._job}: {reason} (exit status {code})")
-        return Ended(code, reason)
+        return LaunchEnded(code, reason)
 
     def _leave(self) -> None:
         """Say goodbye, so that nobody has to find out. May be called twice."""
@@ -305,7 +305,7 @@ class Rendezvous(RendezvousHandler):
         self._keeper.close()
 
 
-def _nothing(table: Table) -> Table:
+def _nothing(table: SlotTable) -> SlotTable:
     return table
 
 

@@ -41,7 +41,7 @@ class Over:
 
 
 @dataclass(frozen=True)
-class Table:
+class SlotTable:
     """One version of the table. `dead` and `gone` (said goodbye) name agents that still stand in a slot."""
 
     slots: tuple[Member | None, ...]
@@ -96,7 +96,7 @@ class Table:
         return json.dumps({"format": FORMAT, **plain}, separators=(",", ":"))
 
 
-def decode(data: bytes) -> Table:
+def decode(data: bytes) -> SlotTable:
     """What the store holds. Raises StateError."""
     try:
         plain: dict[str, Any] = json.loads(data)
@@ -108,7 +108,7 @@ def decode(data: bytes) -> Table:
         for name in ("arrived", "finished", "dead", "gone"):
             plain[name] = frozenset(plain[name])
         plain["over"] = None if plain["over"] is None else Over(**plain["over"])
-        return Table(**plain)
+        return SlotTable(**plain)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StateError(f"the store holds no table of slots under this name: {error}") from error
 
@@ -116,7 +116,7 @@ def decode(data: bytes) -> Table:
 # Coming
 
 
-def enter(table: Table, me: Member) -> Table:
+def enter(table: SlotTable, me: Member) -> SlotTable:
     """A node comes: to its own slot if that is dead, to one nobody ever had, else to the spares. Unchanged: not yet."""
     if table.over is not None or table.has(me.agent) or me.node in table.quarantine:
         return table
@@ -134,7 +134,7 @@ def enter(table: Table, me: Member) -> Table:
     return table
 
 
-def arrive(table: Table, me: Member, generation: int, budget: int | None) -> Table:
+def arrive(table: SlotTable, me: Member, generation: int, budget: int | None) -> SlotTable:
     """The agent in a slot has no workers any more and waits for the next round; `generation` was its last one."""
     slot = table.seat_of(me.agent)
     if table.over is not None or slot is None or (table.is_running and table.generation != generation):
@@ -148,7 +148,7 @@ def arrive(table: Table, me: Member, generation: int, budget: int | None) -> Tab
     return replace(_seat(table, slot, me), arrived=table.arrived | {me.agent}) if table.over is None else table
 
 
-def settle(table: Table, expired: Collection[str], late: Collection[str], node_failures: int) -> Table:
+def settle(table: SlotTable, expired: Collection[str], late: Collection[str], node_failures: int) -> SlotTable:
     """Fill dead slots with spares, and begin the round if everybody is there.
 
     expired:  agents that were dead for longer than a previous node is waited for
@@ -178,7 +178,7 @@ def settle(table: Table, expired: Collection[str], late: Collection[str], node_f
 # Going
 
 
-def bury(table: Table, agents: Collection[str], budget: int | None, *, is_goodbye: bool = False) -> Table:
+def bury(table: SlotTable, agents: Collection[str], budget: int | None, *, is_goodbye: bool = False) -> SlotTable:
     """These agents are dead. Whoever works with them has to begin a new round."""
     spares = tuple(spare for spare in table.spares if spare.agent not in agents)
     hit = {
@@ -202,7 +202,7 @@ def bury(table: Table, agents: Collection[str], budget: int | None, *, is_goodby
     return _break(table, budget, first="")
 
 
-def finish(table: Table, agent: str) -> Table:
+def finish(table: SlotTable, agent: str) -> SlotTable:
     """The workers of this agent ended well."""
     if table.over is not None or table.seat_of(agent) is None:
         return table
@@ -214,7 +214,7 @@ def finish(table: Table, agent: str) -> Table:
     return table
 
 
-def refuse(table: Table, who: Member, reason: str) -> Table:
+def refuse(table: SlotTable, who: Member, reason: str) -> SlotTable:
     """Put a node in quarantine: it may not take part in this job again."""
     if table.over is not None or who.node in table.quarantine:
         return table
@@ -222,7 +222,7 @@ def refuse(table: Table, who: Member, reason: str) -> Table:
     return bury(table, {who.agent}, None, is_goodbye=True)
 
 
-def count_workers(table: Table, me: Member, workers: int) -> Table:
+def count_workers(table: SlotTable, me: Member, workers: int) -> SlotTable:
     """Every node starts the same number of workers, or ranks would shift with the node that has a slot."""
     if table.workers == 0:
         return replace(table, workers=workers)
@@ -231,17 +231,17 @@ def count_workers(table: Table, me: Member, workers: int) -> Table:
     return refuse(table, me, f"it starts {workers} workers, the other nodes of the job {table.workers}")
 
 
-def tell_to_leave(table: Table, reason: str) -> Table:
+def tell_to_leave(table: SlotTable, reason: str) -> SlotTable:
     """The workers are leaving by themselves; when they are gone the job is over."""
     return table if table.leaving or table.over is not None else replace(table, leaving=reason)
 
 
-def end(table: Table, code: int, reason: str) -> Table:
+def end(table: SlotTable, code: int, reason: str) -> SlotTable:
     """Over, for everybody."""
     return table if table.over is not None else replace(table, over=Over(code, reason), is_running=False)
 
 
-def give_up(table: Table, waited: float) -> Table:
+def give_up(table: SlotTable, waited: float) -> SlotTable:
     """Nobody came for slots that have no node."""
     if table.over is not None or table.is_running or table.spares or not table.empty():
         return table
@@ -255,7 +255,7 @@ def give_up(table: Table, waited: float) -> Table:
     )
 
 
-def _break(table: Table, budget: int | None, first: str) -> Table:
+def _break(table: SlotTable, budget: int | None, first: str) -> SlotTable:
     """The round is over: everybody comes again."""
     restarts = table.restarts + 1
     table = replace(table, is_running=False, arrived=frozenset(), restarts=restarts, first=first)
@@ -264,12 +264,12 @@ def _break(table: Table, budget: int | None, first: str) -> Table:
     return table
 
 
-def _seat(table: Table, slot: int, member: Member) -> Table:
+def _seat(table: SlotTable, slot: int, member: Member) -> SlotTable:
     before = table.slots[slot]
     slots = (*table.slots[:slot], member, *table.slots[slot + 1 :])
     out = set() if before is None or before.agent == member.agent else {before.agent}
     return replace(table, slots=slots, dead=table.dead - out, gone=table.gone - out, arrived=table.arrived - out)
 
 
-def _names(table: Table, agents: Collection[str]) -> str:
+def _names(table: SlotTable, agents: Collection[str]) -> str:
     return ", ".join(f"{seat} of slot {i}" for i, seat in enumerate(table.slots) if seat and seat.agent in agents)

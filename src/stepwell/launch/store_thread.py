@@ -23,13 +23,13 @@ from stepwell.events.run_events import logger
 from stepwell.launch import slot_table as change
 from stepwell.launch.conf import Conf
 from stepwell.launch.pulse import Pulse
-from stepwell.launch.slot_table import Table, decode
+from stepwell.launch.slot_table import SlotTable, decode
 from stepwell.launch.workers import kill_workers
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-Change = Callable[[Table], Table]
+Change = Callable[[SlotTable], SlotTable]
 
 _TICKS: Final = 4
 """Looks in one interval of heartbeats."""
@@ -45,13 +45,13 @@ class StoreLostError(StepwellError):
 @dataclass
 class _Wish:
     change: Change
-    result: Table | None = None
+    result: SlotTable | None = None
 
 
-class Keeper:
+class StoreThread:
     """One agent's end of the store. Constructing only assigns."""
 
-    def __init__(self, job: str, empty: Table, conf: Conf, notice: str | None) -> None:
+    def __init__(self, job: str, empty: SlotTable, conf: Conf, notice: str | None) -> None:
         self._job = job
         self._empty = empty
         self._conf = conf
@@ -102,7 +102,7 @@ class Keeper:
             before, self._round, self._broken = self._round, None, None
             return 0 if before is None else before[0]
 
-    def ask(self, wish: Change) -> Table:
+    def ask(self, wish: Change) -> SlotTable:
         """Change the table, from what it is now, and return what it is then. Waits for the store; StoreLostError."""
         mine = _Wish(wish)
         with self._lock:
@@ -112,7 +112,7 @@ class Keeper:
         assert mine.result is not None
         return mine.result
 
-    def next_look(self) -> Table:
+    def next_look(self) -> SlotTable:
         """Wait for the next look at the table; StoreLostError."""
         with self._lock:
             turns = self._turns
@@ -130,7 +130,7 @@ class Keeper:
             return self._broken is not None
 
     @property
-    def table(self) -> Table:
+    def table(self) -> SlotTable:
         """As it was seen last."""
         with self._lock:
             return self._table
@@ -183,7 +183,7 @@ class Keeper:
             self._judge(seen, now)
             self._lock.notify_all()
 
-    def _look_after(self, table: Table, agent: str, now: float) -> Table:
+    def _look_after(self, table: SlotTable, agent: str, now: float) -> SlotTable:
         """Declare dead who is silent."""
         assert self._store is not None
         ring = table.watched()
@@ -195,7 +195,7 @@ class Keeper:
         dead = {name for name, seconds in silent.items() if seconds >= self._conf.dead_seconds}
         return self._change(lambda before: change.bury(before, dead, self._conf.restarts)) if dead else table
 
-    def _judge(self, table: Table, now: float) -> None:
+    def _judge(self, table: SlotTable, now: float) -> None:
         """With the lock held: whether our round still holds. Workers that outlive it by too long are killed.
 
         They may hang in C, in a collective whose partner is gone, and see no SIGTERM; torchrun would wait for 30 s.
@@ -212,12 +212,12 @@ class Keeper:
 
     # The store
 
-    def _read(self) -> Table:
+    def _read(self) -> SlotTable:
         assert self._store is not None
         # A read of a name that is not there waits for it: so the first one who comes writes an empty table.
         return decode(self._store.compare_set(self._table_key, "", self._empty.encode()))
 
-    def _change(self, wish: Change) -> Table:
+    def _change(self, wish: Change) -> SlotTable:
         assert self._store is not None
         before = self._read()
         while (after := wish(before)) != before:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepwell.levels.cached import Held, dump_held, load_held
-from stepwell.levels.protect.erasure import Layout, survives
+from stepwell.levels.protect.erasure import StripeLayout, survives
 from stepwell.types import CheckpointId
 
 Place = tuple[str, int, str]
@@ -38,7 +38,7 @@ class HeldParity:
 
 
 @dataclass(frozen=True)
-class Node:
+class HeldNode:
     """What a node holds of one checkpoint."""
 
     shards: list[Held] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Node:
         return [dump_held(self.shards), [list(vars(item).values()) for item in self.parity]]
 
     @classmethod
-    def load(cls, values: Sequence[Any]) -> Node:
+    def load(cls, values: Sequence[Any]) -> HeldNode:
         """What `dump` gave."""
         parity = [
             HeldParity(rank, tuple(members), losses, tuple(lengths), tuple(digests), nbytes)
@@ -73,13 +73,13 @@ class Loss:
 class Inventory:
     """Of one checkpoint: by node, whose shards and whose parity lie there."""
 
-    def __init__(self, nodes: Mapping[str, Node]) -> None:
+    def __init__(self, nodes: Mapping[str, HeldNode]) -> None:
         self.nodes = nodes
 
     def without(self, doubted: Collection[Place]) -> Inventory:
         """As if what was found damaged, or could not be had, were not there."""
         left = {
-            name: Node(
+            name: HeldNode(
                 [item for item in node.shards if ("shard", item.rank, name) not in doubted],
                 [item for item in node.parity if ("parity", item.rank, name) not in doubted],
             )
@@ -140,7 +140,7 @@ class Inventory:
                 for at, member in enumerate(parity.members)
                 if not self._has(member, parity.digests[at]) or not self.parity_holders(parity, at)
             ]
-            if survives(Layout(parity.lengths, parity.losses), lost):
+            if survives(StripeLayout(parity.lengths, parity.losses), lost):
                 return Loss(rank, parity, tuple(lost))
         return None
 
@@ -150,10 +150,10 @@ class Inventory:
 
 def gather(told: Sequence[tuple[str, Mapping[str, Sequence[Any]]]]) -> dict[CheckpointId, Inventory]:
     """What all ranks told of their nodes, by checkpoint. Ranks of one node tell the same."""
-    found: dict[CheckpointId, dict[str, Node]] = {}
+    found: dict[CheckpointId, dict[str, HeldNode]] = {}
     for name, steps in told:
         for directory, values in steps.items():
             id = CheckpointId.parse(directory)
             if id is not None:
-                found.setdefault(id, {})[name] = Node.load(values)
+                found.setdefault(id, {})[name] = HeldNode.load(values)
     return {id: Inventory(nodes) for id, nodes in found.items()}

@@ -21,7 +21,7 @@ from stepwell.ranks.asked_saves import KINDS, Asked
 from stepwell.ranks.groups.detect import choose_group
 from stepwell.ranks.groups.group import Group, default_seconds
 from stepwell.ranks.line.line import Line
-from stepwell.ranks.share_rounds import Shared
+from stepwell.ranks.share_rounds import ShareRounds
 from stepwell.training.state.flatten import Flat, Leaf
 from stepwell.training.state.roles import Role
 from stepwell.types import Owner
@@ -59,7 +59,7 @@ class Together:
         self._line: Line | None = None
         self._agreement: Agreement | None = None
         self._asked: Asked | None = None
-        self._shared: Shared | None = None
+        self._shared: ShareRounds | None = None
         self._lost: list[int] = []
 
     @property
@@ -100,7 +100,7 @@ class Together:
             is_within_step=lambda: self.is_within_step(),
             seconds=default_seconds(),
         )
-        self._shared = Shared(self.group.rank, self.group.size, self._line.send_large, self.find_roles, self._emit)
+        self._shared = ShareRounds(self.group.rank, self.group.size, self._line.send_large, self.find_roles, self._emit)
         self._line.open()
         self._compare_policies()
         self.group.rest()
@@ -188,11 +188,11 @@ class Together:
     # -- what this rank stores ----------------------------------------------------------------------------------------
 
     def cut(self, flat: Flat, step: int, *, block: bool = False) -> Flat | None:
-        """See `Shared`. Alone it is all of the state."""
+        """See `ShareRounds`. Alone it is all of the state."""
         return flat if self._shared is None else self._shared.cut(flat, step, block=block)
 
     def gate(self) -> float:
-        """Nobody may change what the ranks are told of: see `Shared`. Returns the seconds it waited."""
+        """Nobody may change what the ranks are told of: see `ShareRounds`. Returns the seconds it waited."""
         return 0.0 if self._shared is None else self._shared.gate()
 
     def look(self) -> None:
@@ -201,7 +201,7 @@ class Together:
             self._shared.look()
 
     def look_again(self) -> None:
-        """See `Shared`."""
+        """See `ShareRounds`."""
         if self._shared is not None:
             self._shared.look_again()
 

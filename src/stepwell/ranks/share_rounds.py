@@ -18,7 +18,7 @@ from stepwell.errors import GroupError, PersistError
 from stepwell.events.rank_events import Sharing
 from stepwell.ranks.claims import NO_DIGEST, Claims, Form, Heard, Listener, Message
 from stepwell.ranks.groups.group import default_seconds
-from stepwell.ranks.share_verdict import Verdict
+from stepwell.ranks.share_verdict import ShareVerdict
 from stepwell.ranks.sharing import share
 from stepwell.training.snapshot.digests import Reading
 from stepwell.training.state.flatten import Flat, Leaf
@@ -42,7 +42,7 @@ class _Round:
         """Something changed while a rank looked at it."""
 
 
-class Shared:
+class ShareRounds:
     """The part of one rank. Constructing only assigns.
 
     send:      hands a message to rank 0, from there to one rank or all; never waits; and whom to tell if it is too long
@@ -180,7 +180,7 @@ class Shared:
         if message["type"] == "claims":
             self._hear_claims(rank, message)
         else:
-            self._settle(message["round"], Verdict.load(message))
+            self._settle(message["round"], ShareVerdict.load(message))
 
     def lose(self, error: GroupError) -> None:
         """A rank is gone: there will be no other verdict."""
@@ -209,7 +209,7 @@ class Shared:
         self._answer(number, verdicts)
         self._settle(number, verdicts[0])
 
-    def _answer(self, number: int, verdicts: Sequence[Verdict]) -> None:
+    def _answer(self, number: int, verdicts: Sequence[ShareVerdict]) -> None:
         """What is the same for several ranks is made once, and what is the same for all is sent as one message."""
         if all(verdict is verdicts[0] for verdict in verdicts):
             self._send({"type": "shares", "round": number, **verdicts[0].dump()}, self.lose, None)
@@ -220,7 +220,7 @@ class Shared:
                 made[id(verdict)] = {"type": "shares", "round": number, **verdict.dump()}
             self._send(made[id(verdict)], self.lose, rank)
 
-    def _settle(self, number: int, verdict: Verdict) -> None:
+    def _settle(self, number: int, verdict: ShareVerdict) -> None:
         with self._changed:
             if number != self._round or self._claims is None:
                 return  # of a round that this rank has left behind

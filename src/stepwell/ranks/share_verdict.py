@@ -29,7 +29,7 @@ that stores it together. A set of one rank is another one, which stores it alone
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ShareVerdict:
     """For one rank.
 
     kinds:  of each leaf, in the order of names, which kind it is of
@@ -46,7 +46,7 @@ class Verdict:
         return {"kinds": pack(self.kinds), "codes": pack(json.dumps([self.codes, self.sets]).encode())}
 
     @classmethod
-    def load(cls, message: Message) -> Verdict:
+    def load(cls, message: Message) -> ShareVerdict:
         """Raises ValueError."""
         codes, holders = json.loads(unpack(message["codes"]))
         return cls(unpack(message["kinds"]), tuple(codes), tuple((text, is_still) for text, is_still in holders))

@@ -17,7 +17,7 @@ from typing import Final
 
 from stepwell.ranks import rank_sets
 from stepwell.ranks.claims import DIGEST_BYTES, NO_DIGEST, Heard, Seen, pack_numbers
-from stepwell.ranks.share_verdict import ALONE, FIRST_SET, OWN, Verdict
+from stepwell.ranks.share_verdict import ALONE, FIRST_SET, OWN, ShareVerdict
 
 Place = tuple[int, int]
 """A class of ranks, and a number there: of a leaf, or of a form."""
@@ -25,7 +25,7 @@ _OWN_KIND: Final = 0
 """The kind of leaves that are each rank's own."""
 
 
-def share(heard: Sequence[Heard]) -> list[Verdict]:
+def share(heard: Sequence[Heard]) -> list[ShareVerdict]:
     """The verdict for each rank. Ranks that are told the same have the same object."""
     classes = _classes(heard)
     kinds, of_leaves = _Kinds(len(heard)), [[0] * len(part.names) for part in classes]
@@ -38,7 +38,7 @@ def share(heard: Sequence[Heard]) -> list[Verdict]:
                 found[drifted] = kinds.number(column, drifted)
             for part, index in leaf:
                 of_leaves[part][index] = found[drifted]
-    verdicts: dict[int, Verdict] = {}
+    verdicts: dict[int, ShareVerdict] = {}
     for ranks, numbers in zip([part.ranks for part in classes], of_leaves, strict=True):
         verdicts.update(kinds.verdicts(ranks, numbers))
     return [verdicts[rank] for rank in range(len(heard))]
@@ -157,17 +157,17 @@ class _Kinds:
             self._texts.append((rank_sets.write(ranks), is_still))
         return self._sets[ranks, is_still]
 
-    def verdicts(self, ranks: Sequence[int], numbers: Sequence[int]) -> Iterator[tuple[int, Verdict]]:
+    def verdicts(self, ranks: Sequence[int], numbers: Sequence[int]) -> Iterator[tuple[int, ShareVerdict]]:
         """For ranks whose leaves are of these kinds, in the order of names."""
         used = sorted(set(numbers))
         place = {number: index for index, number in enumerate(used)}
         kinds = pack_numbers([place[number] for number in numbers])
-        known: dict[tuple[int, ...], Verdict] = {}
+        known: dict[tuple[int, ...], ShareVerdict] = {}
         for rank in ranks:
             codes = tuple(self._codes[number][rank] for number in used)
             if codes not in known:
                 mine = sorted({code for code in codes if code >= FIRST_SET})
                 here = {code: FIRST_SET + index for index, code in enumerate(mine)}
                 texts = tuple(self._texts[code - FIRST_SET] for code in mine)
-                known[codes] = Verdict(kinds, tuple(here.get(code, code) for code in codes), texts)
+                known[codes] = ShareVerdict(kinds, tuple(here.get(code, code) for code in codes), texts)
             yield rank, known[codes]

@@ -13,6 +13,7 @@ from_chain       from a base and its lossy records
 whole            a checkpoint of many ranks as one
 needed_records   which records this rank needs
 held_files       opens all files before any byte is used
+byte_sources     bytes of a file, or of the arena
 verified_read    verified blocks
 into_tensors     blocks into tensors, also on a GPU
 match            which live tensor each leaf goes into

@@ -20,7 +20,7 @@ from stepwell.events.chain_events import ChainLeft
 from stepwell.restore.behind_nodes import check_nodes
 from stepwell.restore.from_memory import Holdings
 from stepwell.restore.from_nodes import Caches
-from stepwell.restore.preference import Choice, choose
+from stepwell.restore.preference import Ranked, choose
 from stepwell.restore.whole import Part, parts_on_disk
 from stepwell.storage.chain.chain_files import chain_path, list_chains
 from stepwell.storage.store import catalog, files
@@ -205,7 +205,7 @@ def inventory(holdings: Holdings) -> dict[str, Any]:
     return found
 
 
-def _check_nothing(paths: RunPaths, choices: Sequence[Choice], log: journal.EventLog, wish: Wish) -> None:
+def _check_nothing(paths: RunPaths, choices: Sequence[Ranked], log: journal.EventLog, wish: Wish) -> None:
     """No candidate at all: fine for a directory without checkpoints if none is named, an error where there are some."""
     found = [f"{choice.entry.id}: {choice.reason}" for choice in choices if choice.entry.is_committed]
     if found:

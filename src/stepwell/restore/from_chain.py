@@ -20,8 +20,9 @@ import numpy as np
 from stepwell.errors import DamagedError, StateError
 from stepwell.events import journal
 from stepwell.events.chain_events import Lossy
+from stepwell.restore.byte_sources import MEMORY_THREADS, BlockSource
 from stepwell.restore.from_disk import open_file
-from stepwell.restore.verified_read import MEMORY_THREADS, Source, read_record_leaves
+from stepwell.restore.verified_read import read_record_leaves
 from stepwell.restore.whole import Part
 from stepwell.storage.chain.apply_threads import Crew, all_threads
 from stepwell.storage.chain.chain_files import chain_path, list_chains
@@ -119,7 +120,7 @@ def _bring_back(paths: RunPaths, base: CheckpointId, until: int, least: int, log
     log.emit(Lossy(step=state.step, base=base.directory, records=state.number, codec=codec, stopped=stopped))
     id = CheckpointId(state.step, 0, base.lineage)
     made = replace(record, id=id, created=facts["created"], tree=facts["tree"])
-    return _part(paths, made, base, Image(record, _read_header(paths, record), state.leaves), _held(path))
+    return _part(paths, made, base, RestoredImage(record, _read_header(paths, record), state.leaves), _held(path))
 
 
 def _held(path: Path) -> set[str]:
@@ -166,7 +167,7 @@ def _read_header(paths: RunPaths, record: Record) -> Bytes:
         return np.frombuffer(raw.read(nbytes), np.uint8)
 
 
-class Image:
+class RestoredImage:
     """The file of live leaves as it would be with these values: a source that is read like any other."""
 
     label = "chain"
@@ -181,7 +182,7 @@ class Image:
         return min(MEMORY_THREADS, all_threads())
 
     def read(self, start: int, nbytes: int, buffer: memoryview) -> memoryview:
-        """See `Source`: the leaves follow each other without gaps."""
+        """See `BlockSource`: the leaves follow each other without gaps."""
         room, done, number = np.frombuffer(buffer, np.uint8), 0, bisect.bisect_right(self._starts, start) - 1
         while done < nbytes:
             if number == len(self._lines):
@@ -196,7 +197,7 @@ class Image:
         """The leaves stay: it may be opened again."""
 
 
-def _part(paths: RunPaths, record: Record, base: CheckpointId, image: Image, held: set[str]) -> Part:
+def _part(paths: RunPaths, record: Record, base: CheckpointId, image: RestoredImage, held: set[str]) -> Part:
     """An image in memory, as if it had been written."""
     old = record.files[0]
     changed = {
@@ -217,7 +218,7 @@ def _part(paths: RunPaths, record: Record, base: CheckpointId, image: Image, hel
     live = replace(old, blocks=tuple(fresh.get(number, known) for number, known in enumerate(old.blocks)))
     kept = [file for file in record.files[1:] if file.kind != "opaque"]
 
-    def open_source(file: FileEntry) -> Source:
+    def open_source(file: FileEntry) -> BlockSource:
         return image if file is live else open_file(paths.checkpoint(base) / file.name)
 
     return Part(replace(record, files=(live, *kept), suspect=None), open_source)

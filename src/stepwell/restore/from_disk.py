@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from stepwell.errors import DamagedError
-from stepwell.restore.verified_read import FileSource, Source
+from stepwell.restore.byte_sources import BlockSource, FileSource
 from stepwell.storage.store import objects
 from stepwell.storage.store.objects import Location, ObjectPath
 
@@ -41,6 +41,6 @@ class ObjectSource:
         """Nothing was opened."""
 
 
-def open_file(path: Location) -> Source:
+def open_file(path: Location) -> BlockSource:
     """A file of a checkpoint, to be read. Raises DamagedError if it cannot be opened."""
     return ObjectSource(path) if isinstance(path, ObjectPath) else FileSource(path)

@@ -13,7 +13,7 @@ from stepwell.handover.channel import Message
 from stepwell.handover.client import AgentClient
 from stepwell.handover.find_agents import find_orphan, peek
 from stepwell.handover.memory import Arena, ArenaShape
-from stepwell.restore.verified_read import MemorySource, Source
+from stepwell.restore.byte_sources import BlockSource, MemorySource
 from stepwell.restore.whole import Part
 from stepwell.storage.format.record import FileEntry, Record
 from stepwell.types import CheckpointId
@@ -63,7 +63,7 @@ class Holdings:
 
 
 def _part(arena: Arena, record: Record, slot: int, frozen: int) -> Part:
-    def open_source(file: FileEntry) -> Source:
+    def open_source(file: FileEntry) -> BlockSource:
         index = frozen if file is record.files[-1] and len(record.files) > 1 else slot
         return MemorySource(arena.fd, arena.shape.start(index), file.nbytes, file.name)
 

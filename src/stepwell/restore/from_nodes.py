@@ -22,7 +22,7 @@ from stepwell.events.level_events import CacheFailing, CacheMade, LevelsChosen
 from stepwell.handover.client import AgentClient
 from stepwell.levels import cached, first_level
 from stepwell.levels.assignments import Orders, Seat, open_cache, run_cache
-from stepwell.levels.inventory import Inventory, Loss, Node, Place, gather
+from stepwell.levels.inventory import HeldNode, Inventory, Loss, Place, gather
 from stepwell.levels.level_spec import Levels, choose_protection
 from stepwell.levels.node_map import find_sittings
 from stepwell.levels.peers.fetch import Peer, PeerSource
@@ -31,14 +31,14 @@ from stepwell.levels.peers.tls import NAME, client_context, server_context
 from stepwell.levels.protect.copies import Reader
 from stepwell.levels.protect.discard import mend
 from stepwell.levels.protect.effective_scheme import compare
-from stepwell.levels.protect.repair import Reach, remake, tell
+from stepwell.levels.protect.repair import RepairReach, remake, tell
 from stepwell.levels.spilled_parts import SHARED, SharedReader
 from stepwell.ranks.groups.consent import each, lead
 from stepwell.ranks.groups.group import Group
 from stepwell.ranks.line.line_meeting import own_address
 from stepwell.ranks.wire.secret import derive
+from stepwell.restore.byte_sources import BlockSource, FileSource
 from stepwell.restore.from_disk import open_file
-from stepwell.restore.verified_read import FileSource, Source
 from stepwell.restore.whole import Part
 from stepwell.storage.format.record import FileEntry, Record
 from stepwell.storage.store import files
@@ -173,7 +173,7 @@ class Caches:
             everywhere = self._group.all_gather([sorted(self._doubted), held], "what was found damaged")
             self._doubted = {tuple(place) for places, _ in everywhere for place in places}
             told = {self._seats[rank].node: values for rank, (_, values) in enumerate(everywhere) if values is not None}
-            nodes = {node: Node.load(values) for node, values in told.items()}
+            nodes = {node: HeldNode.load(values) for node, values in told.items()}
             nodes |= {name: node for name, node in self._found[id].nodes.items() if name == SHARED}
             self._found[id] = Inventory(nodes).without(self._doubted)
             losses = self._found[id].losses()
@@ -250,8 +250,8 @@ class Caches:
             f"{id}: the shard of rank {rank} lies in no cache, and cannot be made again: {'; '.join(errors)}"
         )
 
-    def _open(self, id: CheckpointId, rank: int, node: str, file: FileEntry) -> Source:
-        source: Source
+    def _open(self, id: CheckpointId, rank: int, node: str, file: FileEntry) -> BlockSource:
+        source: BlockSource
         if node == self._node:
             place = self._paths.checkpoint(id) / file.name
             assert isinstance(place, Path)
@@ -266,8 +266,8 @@ class Caches:
             self._opened[source.label] = ("shard", rank, node)
         return source
 
-    def _reach(self, id: CheckpointId) -> Reach:
-        return Reach(self._paths, id, self._run, self._node, self._peer)
+    def _reach(self, id: CheckpointId) -> RepairReach:
+        return RepairReach(self._paths, id, self._run, self._node, self._peer)
 
     def _peer(self, node: str) -> Reader:
         """An agent on that node; ranks spread over those that it has."""

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
-from stepwell.restore.verified_read import Source
+from stepwell.restore.byte_sources import BlockSource
 from stepwell.restore.whole import Part
 from stepwell.storage.format.record import FileEntry
 
@@ -21,7 +21,7 @@ MOST_OPEN: Final = 256
 @contextlib.contextmanager
 def held(wanted: Sequence[tuple[Part, Collection[int]]]) -> Iterator[list[Part]]:
     """The same parts, with these of their files (by number) open. Raises DamagedError."""
-    waiting: dict[tuple[int, str], Source] = {}
+    waiting: dict[tuple[int, str], BlockSource] = {}
     with contextlib.ExitStack() as stack:
         for number, (part, files) in enumerate(wanted):
             for file in [part.record.files[index] for index in sorted(files)]:
@@ -32,15 +32,15 @@ def held(wanted: Sequence[tuple[Part, Collection[int]]]) -> Iterator[list[Part]]
         yield [_held(part, number, waiting) for number, (part, _) in enumerate(wanted)]
 
 
-def _held(part: Part, number: int, waiting: dict[tuple[int, str], Source]) -> Part:
-    def open_source(file: FileEntry) -> Source:
+def _held(part: Part, number: int, waiting: dict[tuple[int, str], BlockSource]) -> Part:
+    def open_source(file: FileEntry) -> BlockSource:
         source = waiting.pop((number, file.name), None)  # from here on it is the reader's, which closes it
         return part.open_source(file) if source is None else source
 
     return part.with_source(open_source)
 
 
-def _close(waiting: dict[tuple[int, str], Source], key: tuple[int, str]) -> None:
+def _close(waiting: dict[tuple[int, str], BlockSource], key: tuple[int, str]) -> None:
     source = waiting.pop(key, None)
     if source is not None:
         source.close()

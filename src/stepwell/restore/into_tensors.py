@@ -20,7 +20,8 @@ import torch
 
 from stepwell.errors import DamagedError
 from stepwell.handover.memory import PAGE, whole_pages
-from stepwell.restore.verified_read import Lane, Piece, Room
+from stepwell.restore.byte_sources import ReadBuffer
+from stepwell.restore.verified_read import Lane, Piece
 from stepwell.training.cuda.runtime import HOST_TO_DEVICE, PORTABLE, forget_error, lock_pages, quick_copy, unlock_pages
 from stepwell.training.state.strides import as_words, fill
 
@@ -117,7 +118,7 @@ class _HostLane:
 
     def __init__(self, on_host: Mapping[str, _Place], woven: Mapping[str, torch.Tensor], nbytes: int) -> None:
         self._on_host, self._woven = on_host, woven
-        self._room = Room(nbytes)
+        self._room = ReadBuffer(nbytes)
 
     def room(self) -> memoryview:
         return self._room.view
@@ -138,7 +139,7 @@ class _Staging:
 
     def __init__(self, nbytes: int, *, is_locked: bool) -> None:
         self.nbytes = whole_pages(nbytes)
-        self._room = Room(_ROOMS * self.nbytes, huge=is_locked and HUGE_PAGES)
+        self._room = ReadBuffer(_ROOMS * self.nbytes, huge=is_locked and HUGE_PAGES)
         self.is_locked = is_locked and lock_pages(self._room.address, self._room.nbytes, PORTABLE)
         self.starts = [turn * self.nbytes for turn in range(_ROOMS)]
         self.views = [self._room.view[start : start + self.nbytes] for start in self.starts]

@@ -19,10 +19,11 @@ from torch.nn.parameter import is_lazy
 
 from stepwell.errors import DamagedError, StateError, listing
 from stepwell.restore import needed_records
+from stepwell.restore.byte_sources import BlockSource
 from stepwell.restore.held_files import held
 from stepwell.restore.into_tensors import Placing
 from stepwell.restore.match import Fit, Target, leaf_names
-from stepwell.restore.verified_read import Source, read_record_leaves, read_some
+from stepwell.restore.verified_read import read_record_leaves, read_some
 from stepwell.restore.whole import Fetch, Part, Whole
 from stepwell.storage.format.box import Box
 from stepwell.storage.format.record import FileEntry, Record
@@ -57,7 +58,7 @@ Touched = dict[int, str]
 
 def load_record(
     record: Record,
-    open_source: Callable[[FileEntry], Source],
+    open_source: Callable[[FileEntry], BlockSource],
     tracked: Sequence[Tracked],
     *,
     only: set[str] | None,

@@ -15,7 +15,7 @@ from stepwell.storage.store.catalog import Entry
 
 
 @dataclass(frozen=True)
-class Choice:
+class Ranked:
     """One checkpoint and what a restart would do with it. `rank` is 0 for the first choice, None for never."""
 
     entry: Entry
@@ -29,7 +29,7 @@ NOT_COMMITTED: Final = "not committed: it is being written, or its process ended
 
 def choose(
     entries: Sequence[Entry], *, step: int | None = None, before: int | None = None, any_branch: bool = False
-) -> list[Choice]:
+) -> list[Ranked]:
     """All entries with their verdict, candidates first in the order they would be tried.
 
     any_branch:  abandoned checkpoints are candidates too, after all live ones
@@ -37,9 +37,9 @@ def choose(
     refusals = {entry.id: _why_not(entry, step, before, any_branch) for entry in entries}
     usable = [entry for entry in entries if refusals[entry.id] is None]
     usable.sort(key=lambda entry: (_is_suspect(entry), not entry.is_live, _newest_first(entry)))
-    chosen = [Choice(entry, rank, _why(entry, rank, usable)) for rank, entry in enumerate(usable)]
+    chosen = [Ranked(entry, rank, _why(entry, rank, usable)) for rank, entry in enumerate(usable)]
     rest = [
-        Choice(entry, None, refusal)
+        Ranked(entry, None, refusal)
         for entry in sorted(entries, key=_newest_first)
         if (refusal := refusals[entry.id]) is not None
     ]

@@ -12,167 +12,26 @@ from one counter, so that a disk sees one nearly sequential reader with a deep q
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import mmap
-import os
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
 from stepwell.errors import DamagedError
-from stepwell.handover.memory import PAGE, whole_pages
+from stepwell.restore.byte_sources import BlockSource, ReadBuffer
 from stepwell.storage.format import dtypes, shard
 from stepwell.storage.format.checksum import block_digest
 from stepwell.storage.format.record import FileEntry, LeafEntry, Record
-from stepwell.storage.store import files
-from stepwell.storage.store.passing_errors import intact
 
 Deliver = Callable[[LeafEntry, int, memoryview], None]
 """Called with a leaf, an offset inside it, and bytes. From several threads at once, for different ranges."""
 Piece = tuple[LeafEntry, int, int, int]
 """Part of a leaf in one block: the leaf, the offset inside it, and where the block holds it: [low, high)."""
-FILE_THREADS: Final = 4
-"""Direct reads want a queue. Measured: 1.3 GB/s by one thread, 1.1 to 2.1 by two, 1.5 to 1.9 by 4, 8 or 16."""
-MEMORY_THREADS: Final = 12
-"""At most, and no more than cores. Measured on 16: 8 threads 23 GB/s to a device, 12 threads 27, 16 threads 26: each
-waits for the interpreter's lock a few times a block.
-"""
 _LOOK_SECONDS: Final = 1.0
 _UNIT_BYTES: Final = 4 << 20
 """What is read at once, where blocks are smaller."""
 _ROOM_BYTES: Final = 64 << 20
 """For all lanes together; a record with larger blocks is read by fewer threads."""
-
-
-class Source(Protocol):
-    """Where the bytes of one file of a checkpoint come from."""
-
-    @property
-    def label(self) -> str:
-        """Name for messages."""
-        ...
-
-    @property
-    def threads(self) -> int:
-        """How many readers at a time it rewards."""
-        ...
-
-    def read(self, start: int, nbytes: int, buffer: memoryview) -> memoryview:
-        """Read [start, start + nbytes) into `buffer`, which begins and ends on a page; returns the part that counts."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what was opened."""
-        ...
-
-
-class FileSource:
-    """A file on disk, read past the page cache where the file system allows it."""
-
-    threads = FILE_THREADS
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        fd = files.open_regular(path, direct=True)
-        self._fds = [fd]
-        self._open = (fd, bool(os.O_DIRECT & _flags(fd)))
-        self._lock = threading.Lock()
-
-    @property
-    def label(self) -> str:
-        return str(self._path)
-
-    def read(self, start: int, nbytes: int, buffer: memoryview) -> memoryview:
-        done = 0
-        while done < nbytes:
-            fd, direct = self._open
-            want = whole_pages(nbytes - done) if direct else nbytes - done
-            view, at = [buffer[done : done + want]], start + done
-            try:
-                got = os.preadv(fd, view, at)
-            except OSError:
-                if direct:
-                    self._reopen()
-                    continue
-                got = intact(self._path, "cannot be read", functools.partial(os.preadv, fd, view, at))
-            if got <= 0:
-                raise DamagedError(f"{self._path}: ends at {start + done}", path=self.label, found=start + done)
-            done = min(nbytes, done + got)
-            if direct and done < nbytes and done % PAGE:
-                self._reopen()
-        return buffer[:nbytes]
-
-    def _reopen(self) -> None:
-        """A file system that opens with O_DIRECT and then cannot read so. Other threads may still use the first one."""
-        with self._lock:
-            if self._open[1]:
-                self._fds.append(files.open_regular(self._path))
-                self._open = (self._fds[-1], False)
-
-    def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-
-
-class MemorySource:
-    """An image in the arena of a lingering agent.
-
-    Read through the descriptor: a new mapping would be faulted in page by page, for one pass over the bytes.
-    """
-
-    def __init__(self, fd: int, start: int, nbytes: int, name: str) -> None:
-        self._fd, self._start, self._nbytes, self._name = fd, start, nbytes, name
-
-    @property
-    def label(self) -> str:
-        return f"arena:{self._name}"
-
-    @property
-    def threads(self) -> int:
-        return min(MEMORY_THREADS, len(os.sched_getaffinity(0)))
-
-    def read(self, start: int, nbytes: int, buffer: memoryview) -> memoryview:
-        done, end = 0, min(nbytes, self._nbytes - start)
-        while done < nbytes:
-            try:
-                got = os.preadv(self._fd, [buffer[done:end]], self._start + start + done) if done < end else 0
-            except OSError as error:
-                raise DamagedError(f"{self.label}: cannot be read: {error.strerror}", path=self.label) from error
-            if got <= 0:
-                raise DamagedError(f"{self.label}: ends at {start + done}", path=self.label, found=start + done)
-            done += got
-        return buffer[:nbytes]
-
-    def close(self) -> None:
-        """The arena stays open: it is its owner's."""
-
-
-def _flags(fd: int) -> int:
-    import fcntl
-
-    return fcntl.fcntl(fd, fcntl.F_GETFL)
-
-
-class Room:
-    """Memory that begins on a page, as direct reading wants it, and that forked children do not get."""
-
-    def __init__(self, nbytes: int, *, huge: bool = False) -> None:
-        self.nbytes = whole_pages(nbytes)
-        self.memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.memory.madvise(mmap.MADV_DONTFORK)
-        if huge:
-            with contextlib.suppress(OSError):  # a kernel built without them
-                self.memory.madvise(mmap.MADV_HUGEPAGE)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.view = memoryview(self.memory)
-
-    def close(self) -> None:
-        """Give the memory back. A view somebody still holds keeps it until it is gone."""
-        self.view.release()
-        with contextlib.suppress(BufferError):
-            self.memory.close()
 
 
 class Lane(Protocol):
@@ -205,7 +64,7 @@ class _Handing:
 
     def __init__(self, deliver: Deliver, nbytes: int) -> None:
         self._deliver = deliver
-        self._room = Room(nbytes)
+        self._room = ReadBuffer(nbytes)
 
     def room(self) -> memoryview:
         return self._room.view
@@ -220,7 +79,7 @@ class _Handing:
 
 
 def read_record_leaves(
-    record: Record, open_source: Callable[[FileEntry], Source], wanted: set[str] | None, deliver: Deliver | Lanes
+    record: Record, open_source: Callable[[FileEntry], BlockSource], wanted: set[str] | None, deliver: Deliver | Lanes
 ) -> int:
     """Deliver leaves of a record (`wanted` None: all, and check every file whole). Returns the bytes read."""
     total = 0
@@ -235,7 +94,10 @@ def read_record_leaves(
 
 
 def read_some(
-    record: Record, open_source: Callable[[FileEntry], Source], leaves: Sequence[LeafEntry], deliver: Deliver | Lanes
+    record: Record,
+    open_source: Callable[[FileEntry], BlockSource],
+    leaves: Sequence[LeafEntry],
+    deliver: Deliver | Lanes,
 ) -> int:
     """Deliver leaves, or rows of leaves, of a record, and check the blocks they lie in. Returns the bytes read."""
     total = 0
@@ -247,7 +109,7 @@ def read_some(
     return total
 
 
-def check_header(source: Source, file: FileEntry, leaves: Sequence[LeafEntry]) -> None:
+def check_header(source: BlockSource, file: FileEntry, leaves: Sequence[LeafEntry]) -> None:
     """Whether stock safetensors would find in this shard what the record says: all of its leaves, each in its place."""
     nbytes = min((leaf.start for leaf in leaves), default=file.nbytes)
     if nbytes > shard.MAX_HEADER_BYTES + 8:
@@ -269,7 +131,7 @@ def check_header(source: Source, file: FileEntry, leaves: Sequence[LeafEntry]) -
 
 
 def read_file(
-    source: Source,
+    source: BlockSource,
     file: FileEntry,
     leaves: Sequence[LeafEntry],
     deliver: Deliver | Lanes,
@@ -386,7 +248,7 @@ def _cut(leaves: Sequence[LeafEntry], file: FileEntry) -> dict[int, list[Piece]]
     return blocks
 
 
-def _check(block: memoryview, file: FileEntry, number: int, source: Source) -> None:
+def _check(block: memoryview, file: FileEntry, number: int, source: BlockSource) -> None:
     found = block_digest(block)
     if found != file.blocks[number]:
         start = number * file.block_bytes

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from stepwell.errors import DamagedError
+from stepwell.restore.byte_sources import BlockSource
 from stepwell.restore.from_disk import open_file
-from stepwell.restore.verified_read import Source
 from stepwell.storage.format import dtypes
 from stepwell.storage.format.box import Box, is_covered
 from stepwell.storage.format.manifest import Manifest
@@ -32,7 +32,7 @@ _TRAINED: Final = ("parameter", "moment1", "moment2", "optimizer")
 class Part:
     """One rank's record, which may be read when it is first asked for, and the way to the bytes of its files."""
 
-    def __init__(self, record: Record | Callable[[], Record], open_source: Callable[[FileEntry], Source]) -> None:
+    def __init__(self, record: Record | Callable[[], Record], open_source: Callable[[FileEntry], BlockSource]) -> None:
         self._record = record
         self.open_source = open_source
 
@@ -43,7 +43,7 @@ class Part:
             self._record = self._record()
         return self._record
 
-    def with_source(self, open_source: Callable[[FileEntry], Source]) -> Part:
+    def with_source(self, open_source: Callable[[FileEntry], BlockSource]) -> Part:
         """The same record, and another way to the bytes."""
         return Part(self._record, open_source)
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from stepwell.ranks.line.line import Line
 from stepwell.ranks.line.line_frame import Message
-from stepwell.ranks.line.line_meeting import Place, call
+from stepwell.ranks.line.line_meeting import LineAddress, call
 from stepwell.ranks.wire.seal import TAG_BYTES, Seals, digest_of
 from tests.ranks.groups.circle import Circle
 
@@ -78,7 +78,7 @@ class Caller:
         self._stack = stack
         self._opening = stack.enter_context(ThreadPoolExecutor(1)).submit(self.leader.line.open, seconds)
         stack.callback(self.leader.line.close)
-        self.place = Place.from_plain(self._group.all_gather(None, LISTENS, SECONDS)[0])
+        self.place = LineAddress.from_plain(self._group.all_gather(None, LISTENS, SECONDS)[0])
 
     def connect(self, rank: int = 1, key: bytes = KEY, seconds: float = SECONDS) -> socket.socket:
         sock = dial(self.place, rank, key, seconds)
@@ -95,7 +95,7 @@ class Caller:
         return sock
 
 
-def dial(place: Place, rank: int, key: bytes = KEY, seconds: float = SECONDS) -> socket.socket:
+def dial(place: LineAddress, rank: int, key: bytes = KEY, seconds: float = SECONDS) -> socket.socket:
     """As that rank, for messages made by hand."""
     sock, seals = call(place, key, rank, time.monotonic() + seconds)
     _seals[sock] = seals

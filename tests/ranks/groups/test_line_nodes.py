@@ -15,7 +15,7 @@ import pytest
 from stepwell.errors import GroupError
 from stepwell.ranks.line import line as line_module
 from stepwell.ranks.line.line_frame import MAX_BYTES
-from stepwell.ranks.line.line_meeting import Place
+from stepwell.ranks.line.line_meeting import LineAddress
 from tests.ranks.groups.circle import Circle
 from tests.ranks.groups.ends import (
     CONNECTED,
@@ -194,7 +194,7 @@ class ByHand:
         for end in self.ends:
             stack.callback(end.line.close)
         told = self.all_say(LISTENS, 1)
-        self.top = Place.from_plain(told[0])
+        self.top = LineAddress.from_plain(told[0])
         self.above = self.top if plays_first else self.top.beside(told[2])
         self.sock = dial(self.above, 2 if plays_first else 3)
         stack.callback(self.sock.close)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from stepwell.ranks.line.line_meeting import Place
+from stepwell.ranks.line.line_meeting import LineAddress
 from tests.ranks.groups.circle import Circle
 from tests.ranks.groups.ends import CONNECTED, LISTENS, SECONDS, Caller, End, dial, frame, is_hung_up
 
@@ -60,7 +60,7 @@ def test_a_second_connection_of_a_rank_replaces_nothing(stack: ExitStack) -> Non
     opening = pool.submit(leader.line.open, SECONDS)
     stack.callback(leader.line.close)
     told = list(pool.map(lambda group: group.all_gather(None, LISTENS, 5), others))
-    place = Place.from_plain(told[0][0])
+    place = LineAddress.from_plain(told[0][0])
     first = stack.enter_context(dial(place, 1))
     assert is_hung_up(stack.enter_context(dial(place, 1)))
     second = stack.enter_context(dial(place, 2))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from stepwell.storage.chain.chain_image import Image
+from stepwell.storage.chain.chain_image import ChainImage
 from stepwell.storage.chain.section_coder import Given
-from stepwell.storage.codecs.assignment import Part, as_bytes
+from stepwell.storage.codecs.assignment import CodedPart, as_bytes
 from stepwell.storage.codecs.coding_groups import AGAIN, FRESH, group_nbytes
 from stepwell.storage.codecs.parts import Memory, make_symbols
 from stepwell.storage.codecs.precoded import _kinds
@@ -23,8 +23,8 @@ from stepwell.training.snapshot import coded
 
 
 class HostCoder:
-    def __init__(self, part: Part, device: torch.device) -> None:
-        self.part, self.image, self.memory = part, Image([part]), Memory()
+    def __init__(self, part: CodedPart, device: torch.device) -> None:
+        self.part, self.image, self.memory = part, ChainImage([part]), Memory()
         self.bits = stored_bits(part.spec)
         self.packed_nbytes = group_nbytes(part.slots, self.bits)
         self.bases = self.sparse = self.dense = 0
@@ -72,7 +72,7 @@ def use_host_coder(monkeypatch: pytest.MonkeyPatch) -> list[HostCoder]:
     """From here on parameters on the CPU are taken for such on a device. Returns the coders that are made."""
     made: list[HostCoder] = []
 
-    def make(part: Part, device: torch.device) -> HostCoder:
+    def make(part: CodedPart, device: torch.device) -> HostCoder:
         made.append(HostCoder(part, device))
         return made[-1]
 

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 import stepwell
 from stepwell.agent.chainer import Chainer, _Open
-from stepwell.agent.queue import Layout, Pending, PendingQueue
+from stepwell.agent.queue import AgentLayout, Pending, PendingQueue
 from stepwell.agent.worker import Worker
 from stepwell.events.journal import EventLog, read_events
 from stepwell.handover.memory import PAGE, Arena, ArenaShape
@@ -26,7 +26,7 @@ from stepwell.restore.candidates import Candidate, Wish, _merge
 from stepwell.restore.from_chain import find_chains
 from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.segment import segment_name
-from stepwell.storage.codecs.assignment import Leaf
+from stepwell.storage.codecs.assignment import CodedLeaf
 from stepwell.storage.format.record import LeafEntry
 from stepwell.storage.store.paths import RunPaths
 from stepwell.tools.cli.main import main
@@ -34,7 +34,7 @@ from stepwell.types import CheckpointId, Owner
 from tests.levels.peer_node import until
 from tests.storage.chain.walk import Wide, chained, crashed, train, train_into_another_chain
 
-LEAVES = [Leaf("w", "float32", (16,), "parameter")]
+LEAVES = [CodedLeaf("w", "float32", (16,), "parameter")]
 ENTRY = LeafEntry("w", 0, "float32", (16,), 0, 64, "parameter", "cpu", (16,), (0,))
 NOTE = {"created": 0.0, "tree": {}}
 
@@ -48,7 +48,7 @@ def arena() -> Iterator[Arena]:
 
 def snapshot(arena: Arena, step: int, **about: Any) -> Pending:
     meta = {"frozen": 0, "durable": False, "delta": True, **NOTE, **about}
-    layout = Layout(1, 64, 0, (ENTRY,), {})
+    layout = AgentLayout(1, 64, 0, (ENTRY,), {})
     item = Pending("run", CheckpointId(step, 0, 1), Owner(), step, step - 1, arena, layout, meta)
     arena.set_sequence(item.slot, step)
     arena.set_verdict(item.slot, step, is_good=True)

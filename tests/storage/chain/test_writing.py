@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 import stepwell
 from stepwell.agent.chainer import Chainer, _Open
-from stepwell.agent.queue import Layout, Pending, PendingQueue
+from stepwell.agent.queue import AgentLayout, Pending, PendingQueue
 from stepwell.events.journal import EventLog
 from stepwell.handover.memory import PAGE, Arena, ArenaShape
 from stepwell.restore.from_chain import find_chains
@@ -74,7 +74,7 @@ def arena() -> Iterator[Arena]:
 
 def pending(arena: Arena, sequence: int) -> Pending:
     about = {"frozen": 0, "durable": False, "delta": True}
-    layout, id = Layout(1, 100, 0, (), {}), CheckpointId(sequence, 0, 1)
+    layout, id = AgentLayout(1, 100, 0, (), {}), CheckpointId(sequence, 0, 1)
     item = Pending("run", id, Owner(), sequence, sequence - 1, arena, layout, about)
     arena.set_sequence(item.slot, sequence)
     arena.set_verdict(item.slot, sequence, is_good=True)

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from stepwell.storage.chain import apply_on_device, replay
-from stepwell.storage.chain.chain_image import Image
+from stepwell.storage.chain.chain_image import ChainImage
 from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.section_coder import Given
 from stepwell.storage.codecs import parts
-from stepwell.storage.codecs.assignment import Deltas, Leaf, arrange, as_bytes
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas, arrange, as_bytes
 from stepwell.storage.codecs.codec_spec import LC, Spec, Ternary, Uniform
 from stepwell.storage.codecs.coding_groups import SAME
 from stepwell.storage.codecs.parts import Memory, is_thinned, make_symbols
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 SPECS = [LC(bits=3), LC(bits=2), LC(bits=3, scope="global", entropy="huffman"), Ternary(), Uniform(1.0)]
 LEAVES = [
-    Leaf("row", "float32", (5001,), "parameter"),
-    Leaf("odd", "float32", (7, 991), "parameter"),
-    Leaf("empty", "float32", (0, 3), "parameter"),
-    Leaf("one", "float32", (), "parameter"),
-    Leaf("v", "float32", (50,), "moment2"),
-    Leaf("rows", "float32", (17001,), "parameter"),
-    Leaf("tiny", "float32", (33,), "parameter"),
-    Leaf("steps", "int64", (1,), "value"),
-    Leaf("still", "float32", (4500,), "parameter"),
+    CodedLeaf("row", "float32", (5001,), "parameter"),
+    CodedLeaf("odd", "float32", (7, 991), "parameter"),
+    CodedLeaf("empty", "float32", (0, 3), "parameter"),
+    CodedLeaf("one", "float32", (), "parameter"),
+    CodedLeaf("v", "float32", (50,), "moment2"),
+    CodedLeaf("rows", "float32", (17001,), "parameter"),
+    CodedLeaf("tiny", "float32", (33,), "parameter"),
+    CodedLeaf("steps", "int64", (1,), "value"),
+    CodedLeaf("still", "float32", (4500,), "parameter"),
 ]
 BAD = {4: ("odd", np.nan), 7: ("rows", np.inf), 9: ("tiny", -np.inf), 11: ("row", 3e38), 12: ("row", -3e38)}
 """By number of the record: values that cannot be coded, or lead to differences that cannot."""
 
 
-def walk(leaves: Sequence[Leaf] = LEAVES, seed: int = 0) -> Iterator[Arrays]:
+def walk(leaves: Sequence[CodedLeaf] = LEAVES, seed: int = 0) -> Iterator[Arrays]:
     """Weights drift by steps of many sizes; some are stuck, subnormal or of the wrong sign of zero, some are not finite
     for a while.
     """
@@ -74,7 +74,7 @@ class Twins:
     """A writer on the host and one on a device. Tensors stay where they are, as those of a network do."""
 
     def __init__(
-        self, spec: Spec, device: str, leaves: Sequence[Leaf] = LEAVES, states: Iterator[Arrays] | None = None
+        self, spec: Spec, device: str, leaves: Sequence[CodedLeaf] = LEAVES, states: Iterator[Arrays] | None = None
     ) -> None:
         from stepwell.storage.codecs.device.device_coder import DeviceCoder
 
@@ -84,7 +84,7 @@ class Twins:
         parts = arrange(leaves, self.deltas)
         self.number = next(number for number, part in enumerate(parts) if part.spec == spec)
         self.part = parts[self.number]
-        self.image, self.memory = Image([self.part]), Memory()
+        self.image, self.memory = ChainImage([self.part]), Memory()
         self.image.fill([self.pieces(self.base)])
         self.tensors = self.upload(self.base)
         self.coder: DeviceCoder = DeviceCoder.start(self.part, self.tensors, skip=self.deltas.skip)
@@ -136,7 +136,7 @@ class Twins:
         self.same += found.heads[0] == SAME or found.heads[-1] == SAME
 
 
-def check_same_symbols(spec: Spec, device: str, records: int = 20, leaves: Sequence[Leaf] = LEAVES) -> Twins:
+def check_same_symbols(spec: Spec, device: str, records: int = 20, leaves: Sequence[CodedLeaf] = LEAVES) -> Twins:
     """Over a random walk with everything that can happen."""
     twins = Twins(spec, device, leaves)
     for number in range(records):
@@ -158,7 +158,7 @@ def check_found_in_the_second_pass(device: str) -> None:
 
 def check_odd_differences(spec: Spec, device: str) -> None:
     """Keys that are few, far apart, of one sign, or of one value each; and groups that have nothing but zeros."""
-    leaves = [Leaf(name, "float32", (count,), "parameter") for name, count in (("a", 40_000), ("b", 4500))]
+    leaves = [CodedLeaf(name, "float32", (count,), "parameter") for name, count in (("a", 40_000), ("b", 4500))]
     place = np.arange(44_500)
     signs = np.where(place % 3, 1.0, -1.0)
     far = np.ldexp(signs, place % 200 - 130)

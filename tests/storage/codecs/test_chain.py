@@ -14,12 +14,12 @@ import pytest
 from stepwell.errors import ConfigError, PersistError, StateError
 from stepwell.storage.chain import apply as moving
 from stepwell.storage.chain import replay, segment
-from stepwell.storage.chain.chain_image import Image
+from stepwell.storage.chain.chain_image import ChainImage
 from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.replay import restore
 from stepwell.storage.chain.segment import list_segments
 from stepwell.storage.codecs import parts
-from stepwell.storage.codecs.assignment import Deltas, Leaf
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas
 from stepwell.storage.codecs.codec_spec import LC, Raw, Spec, Ternary, Uniform, Zstd
 from stepwell.storage.store import no_follow
 from tests.ranks.conftest import soak
@@ -227,7 +227,7 @@ def test_a_failed_append_ends_the_chain_and_leaves_what_was_durable(
 
 
 def test_reused_tables_and_dictionaries_are_read(tmp_path: Path) -> None:
-    leaves = [Leaf("x", "float32", (3000,), "parameter")]
+    leaves = [CodedLeaf("x", "float32", (3000,), "parameter")]
     rng = np.random.default_rng(0)
     value = rng.standard_normal(3000).astype(np.float32)
     deltas = Deltas(small="pool", skip_every=20, dictionary_bytes=2048)
@@ -295,7 +295,7 @@ def test_records_that_wait_for_the_others_take_little_memory(tmp_path: Path, mon
     largest = max(os.path.getsize(path) for _, path in list_segments(tmp_path / "chain")) // 9
     sizes, apply = [], replay._Batch.apply
 
-    def count(batch: replay._Batch, image: Image) -> None:
+    def count(batch: replay._Batch, image: ChainImage) -> None:
         sizes.append(len(batch._moves))
         apply(batch, image)
 
@@ -312,8 +312,8 @@ def test_a_torn_tail_costs_no_second_look(tmp_path: Path, monkeypatch: pytest.Mo
     known = write(tmp_path / "chain", 9, Deltas(small="pool", skip_every=16))
     path = list_segments(tmp_path / "chain")[0][1]
     os.truncate(path, path.stat().st_size - 5)
-    taken, digest = [], Image.digest
-    monkeypatch.setattr(Image, "digest", lambda self: taken.append(1) or digest(self))
+    taken, digest = [], ChainImage.digest
+    monkeypatch.setattr(ChainImage, "digest", lambda self: taken.append(1) or digest(self))
     found = restore(tmp_path / "chain")
     assert_is(found, 8, known)
     assert found.is_torn and len(taken) == 2, "of the base and of the end"

@@ -15,7 +15,7 @@ from stepwell.storage.chain import replay
 from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.replay import restore
 from stepwell.storage.codecs import histogram, parts, quantise
-from stepwell.storage.codecs.assignment import Deltas, Leaf
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas
 from stepwell.storage.codecs.codec_spec import LC, Spec, Top
 from stepwell.storage.codecs.histogram import Histogram
 from tests.storage.codecs.walks import (
@@ -100,7 +100,7 @@ def worst_loss_after_restore(directory: Path, second_moments: Spec) -> tuple[flo
         return {str(i): optimizer.state[p]["exp_avg_sq"].numpy().copy() for i, p in enumerate(model.parameters())}
 
     step()
-    leaves = [Leaf(name, "float32", value.shape, "moment2") for name, value in moments().items()]
+    leaves = [CodedLeaf(name, "float32", value.shape, "moment2") for name, value in moments().items()]
     deltas = Deltas(second_moments=second_moments, small_below=1)
     zeros = {name: np.zeros_like(value) for name, value in moments().items()}
     with ChainWriter.start(directory, leaves, zeros, step=0, deltas=deltas) as chain:

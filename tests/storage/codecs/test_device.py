@@ -18,7 +18,7 @@ import torch
 from stepwell.errors import ConfigError, RoomError, StateError
 from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.replay import restore
-from stepwell.storage.codecs.assignment import Deltas, Leaf, arrange
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas, arrange
 from stepwell.storage.codecs.codec_spec import LC, Spec, Top, Uniform
 from stepwell.storage.codecs.device.tiles import lay_out
 from stepwell.storage.codecs.signature import COLUMNS, FACTOR
@@ -79,7 +79,9 @@ def test_tiles_of_any_shape(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from stepwell.storage.codecs.device import kernels
 
     monkeypatch.setattr(kernels, "TILE_ROWS", rows)
-    leaves = [Leaf(name, "float32", (count,), "parameter") for name, count in (("a", 3 * COLUMNS + 64), ("b", 4096))]
+    leaves = [
+        CodedLeaf(name, "float32", (count,), "parameter") for name, count in (("a", 3 * COLUMNS + 64), ("b", 4096))
+    ]
     twins = check_same_symbols(LC(bits=3), "cpu", 4, leaves)
     assert twins.coder._used.align == 16
 
@@ -135,12 +137,12 @@ def test_a_chain_of_given_parts_has_the_same_bytes(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from stepwell.storage.codecs.device.device_coder import DeviceCoder
 
-    (part,) = arrange([Leaf("a", "float32", (5000,), "parameter")], Deltas())
+    (part,) = arrange([CodedLeaf("a", "float32", (5000,), "parameter")], Deltas())
     coder = DeviceCoder.start(part, [torch.zeros(5000)], skip=Uniform(0.25))
     for tensor in (torch.zeros(4999), torch.zeros(5000, dtype=torch.float64), torch.zeros(10000)[::2]):
         with pytest.raises(StateError, match="'a'"):
             coder.encode([tensor])
-    (top,) = arrange([Leaf("a", "float32", (5000,), "moment1")], Deltas(first_moments=Top(0)))
+    (top,) = arrange([CodedLeaf("a", "float32", (5000,), "moment1")], Deltas(first_moments=Top(0)))
     with pytest.raises(ConfigError, match="on the host"):
         DeviceCoder.start(top, [torch.zeros(5000)], skip=Uniform(0.25))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stepwell.errors import ConfigError
-from stepwell.storage.chain.chain_image import Image
+from stepwell.storage.chain.chain_image import ChainImage
 from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.replay import restore
 from stepwell.storage.chain.section_coder import Given
@@ -34,7 +34,7 @@ class Elsewhere:
         self.number = next(number for number, part in enumerate(parts) if part.spec == LC())
         self.part, self.base = parts[self.number], base
         self.names = {slot.leaf.name for slot in self.part.slots}
-        self.image, self.memory = Image([self.part]), Memory()
+        self.image, self.memory = ChainImage([self.part]), Memory()
         self.image.fill([self.pieces(base)])
 
     def pieces(self, state: Arrays) -> list:
@@ -94,7 +94,7 @@ def test_control_a_wrong_digest_of_a_given_part_is_found(tmp_path: Path) -> None
 def test_a_part_travels_without_its_symbols(spec: Spec) -> None:
     """Through everything that can happen to a group: unchanged, known tables, values that cannot be coded."""
     (part, *_) = arrange(device_walks.LEAVES, Deltas(parameters=spec, small="pool"))
-    bits, image, memory, kinds = stored_bits(spec), Image([part]), Memory(), set()
+    bits, image, memory, kinds = stored_bits(spec), ChainImage([part]), Memory(), set()
     states, is_thinned = device_walks.walk(), False
     pieces = lambda state: [state[slot.leaf.name].reshape(-1) for slot in part.slots]  # noqa: E731
     image.fill([pieces(next(states))])

@@ -12,19 +12,19 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from stepwell.errors import DamagedError
-from stepwell.storage.chain.chain_image import Image
-from stepwell.storage.codecs.assignment import Deltas, Leaf, arrange
-from stepwell.storage.codecs.codec_spec import Raw, Spec, Top, Xor, Zstd
+from stepwell.storage.chain.chain_image import ChainImage
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas, arrange
+from stepwell.storage.codecs.codec_spec import Raw, Spec, Top, XorCodec, Zstd
 from stepwell.storage.codecs.lossless import shuffle, top_codes, top_values, unshuffle
 from stepwell.storage.codecs.parts import Memory, apply, code, read
 
 WIDTHS = {"uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8, "complex128": 16, "int64": 8}
 
 
-def send(spec: Spec, leaf: Leaf, values: list[NDArray[Any]]) -> list[bytes]:
+def send(spec: Spec, leaf: CodedLeaf, values: list[NDArray[Any]]) -> list[bytes]:
     """Records of one leaf, read again; asserts that the reader has the writer's bits."""
     parts = arrange([leaf], Deltas(first_moments=spec) if leaf.dtype == "float32" else Deltas())
-    writer, reader, records = Image(parts), Image(parts), []
+    writer, reader, records = ChainImage(parts), ChainImage(parts), []
     for value in values:
         (pieces,) = writer.split({leaf.name: value})
         records.append(b"".join(code(parts[0], pieces, writer.arrays[0], Memory())[0]))
@@ -43,32 +43,32 @@ def test_element_types_that_are_not_quantised_are_exact(dtype: str, role: str, d
     count = data.draw(st.integers(0, 40))
     many = hnp.arrays(np.uint8, count * WIDTHS[dtype])
     values = data.draw(st.lists(many, min_size=1, max_size=3))
-    spec: Spec = data.draw(st.sampled_from([Raw(), Zstd(), Xor()]))
+    spec: Spec = data.draw(st.sampled_from([Raw(), Zstd(), XorCodec()]))
     send(
         spec,
-        Leaf("x", dtype, (count,), role),
+        CodedLeaf("x", dtype, (count,), role),
         [value.view(np.float32) if dtype == "float32" else value for value in values],
     )
 
 
-@pytest.mark.parametrize("spec", [Raw(), Zstd(), Xor()])
+@pytest.mark.parametrize("spec", [Raw(), Zstd(), XorCodec()])
 def test_unchanged_takes_no_bytes(spec: Spec) -> None:
     value = np.arange(100, dtype=np.float32)
-    first, second = send(spec, Leaf("x", "float32", (100,), "moment1"), [value, value])
+    first, second = send(spec, CodedLeaf("x", "float32", (100,), "moment1"), [value, value])
     assert first and not second
 
 
 def test_non_contiguous_and_zero_dimensional() -> None:
     grid = np.arange(24, dtype=np.float32).reshape(4, 6)
-    send(Raw(), Leaf("x", "float32", (6, 4), "moment1"), [grid.T])
-    send(Xor(), Leaf("x", "float32", (), "moment1"), [np.float32(3) * np.ones((), np.float32)])
+    send(Raw(), CodedLeaf("x", "float32", (6, 4), "moment1"), [grid.T])
+    send(XorCodec(), CodedLeaf("x", "float32", (), "moment1"), [np.float32(3) * np.ones((), np.float32)])
 
 
 def test_xor_of_weights_that_hardly_move_is_small() -> None:
     rng = np.random.default_rng(0)
     before = rng.standard_normal(40_000).astype(np.float32).view(np.uint16)[1::2].copy()
     after = before + (rng.random(40_000) < 0.1).astype(np.uint16)
-    _, record = send(Xor(), Leaf("x", "bfloat16", (40_000,), "parameter"), [before, after])
+    _, record = send(XorCodec(), CodedLeaf("x", "bfloat16", (40_000,), "parameter"), [before, after])
     assert len(record) * 8 / 40_000 < 2
 
 
@@ -97,19 +97,19 @@ def test_top_bits(values: NDArray[np.float32], mantissa: int) -> None:
 @given(st.lists(hnp.arrays(np.float32, 30, elements=st.floats(width=32)), min_size=1, max_size=4), st.integers(0, 7))
 @settings(max_examples=80, deadline=None)
 def test_top_goes_on_from_any_values(values: list[NDArray[np.float32]], mantissa: int) -> None:
-    send(Top(mantissa), Leaf("x", "float32", (30,), "moment1"), values)
+    send(Top(mantissa), CodedLeaf("x", "float32", (30,), "moment1"), values)
 
 
 def test_top_takes_nothing_where_nothing_changed() -> None:
     values = np.geomspace(1e-20, 1e20, 50).astype(np.float32)
     first, second, third = send(
-        Top(3), Leaf("x", "float32", (50,), "moment1"), [values, values, values * np.float32(1.0001)]
+        Top(3), CodedLeaf("x", "float32", (50,), "moment1"), [values, values, values * np.float32(1.0001)]
     )
     assert first and not second and len(third) < len(first)
 
 
 @pytest.mark.parametrize("data", [b"\1", b"\1abc", b"\0abc", b"\0" + bytes(400)])
 def test_bytes_that_are_no_record(data: bytes) -> None:
-    (part,) = arrange([Leaf("x", "float32", (50,), "moment1")], Deltas())
+    (part,) = arrange([CodedLeaf("x", "float32", (50,), "moment1")], Deltas())
     with pytest.raises(DamagedError):
         apply(part, [read(part, memoryview(data), Memory())], np.zeros(50, np.float32))

@@ -16,7 +16,7 @@ from stepwell.storage.chain.apply_threads import Ahead, Crew
 from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.replay import restore
 from stepwell.storage.codecs import parts, zstd_frames
-from stepwell.storage.codecs.assignment import Deltas, Leaf
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas
 from stepwell.storage.codecs.codec_spec import LC, Spec
 from stepwell.storage.codecs.signature import COLUMNS, signature
 from tests.storage.codecs.device_walks import SPECS, check_records_are_applied
@@ -39,7 +39,7 @@ def test_values_that_cannot_be_coded_among_others(
     monkeypatch.setattr(apply, "PIECE", 512)
     monkeypatch.setattr(apply, "_TILE_NBYTES", tile)
     rng = np.random.default_rng(0)
-    leaves = [Leaf(name, "float32", (size,), "parameter") for name, size in SIZES.items()]
+    leaves = [CodedLeaf(name, "float32", (size,), "parameter") for name, size in SIZES.items()]
     state = {name: rng.standard_normal(size).astype(np.float32) for name, size in SIZES.items()}
     deltas = Deltas(parameters=LC(bits=bits), small="pool", small_below=1000, skip_every=0)
     with ChainWriter.start(tmp_path / "chain", leaves, state, step=10, deltas=deltas) as chain:
@@ -127,7 +127,7 @@ def test_a_base_is_read_to_where_records_are_applied(
 def test_a_frame_in_pieces() -> None:
     data = np.random.default_rng(0).integers(0, 3, 300_000, np.uint8).tobytes()
     packed = zstd_frames.compress(data)
-    frame, room = zstd_frames.Frame(packed, len(data)), bytearray(len(data))
+    frame, room = zstd_frames.ZstdFrame(packed, len(data)), bytearray(len(data))
     for start in range(0, len(data), 77_777):
         frame.fill(memoryview(room)[start : start + 77_777])
     assert room == data
@@ -137,19 +137,19 @@ def test_a_frame_that_is_not_what_it_says() -> None:
     data = np.random.default_rng(0).integers(0, 3, 300_000, np.uint8).tobytes()
     packed = zstd_frames.compress(data)
     with pytest.raises(DamagedError, match="does not hold"):
-        zstd_frames.Frame(packed, len(data) + 1)
+        zstd_frames.ZstdFrame(packed, len(data) + 1)
     with pytest.raises(DamagedError):
-        zstd_frames.Frame(b"nothing like it", 100)
+        zstd_frames.ZstdFrame(b"nothing like it", 100)
     with pytest.raises(DamagedError):
-        zstd_frames.Frame(packed[: len(packed) // 2], len(data)).fill(memoryview(bytearray(len(data))))
+        zstd_frames.ZstdFrame(packed[: len(packed) // 2], len(data)).fill(memoryview(bytearray(len(data))))
     broken = bytearray(packed)
     broken[20:40] = bytes(20)
     with pytest.raises(DamagedError):
-        zstd_frames.Frame(bytes(broken), len(data)).fill(memoryview(bytearray(len(data))))
+        zstd_frames.ZstdFrame(bytes(broken), len(data)).fill(memoryview(bytearray(len(data))))
     wide = zstandard.ZstdCompressionParameters(window_log=27)
     large = zstandard.ZstdCompressor(compression_params=wide).compress(bytes(20 << 20))
     with pytest.raises(DamagedError):  # it asks for more room than any of ours
-        zstd_frames.Frame(large, 20 << 20).fill(memoryview(bytearray(1 << 20)))
+        zstd_frames.ZstdFrame(large, 20 << 20).fill(memoryview(bytearray(1 << 20)))
 
 
 @pytest.mark.parametrize("rows", [0, 3, 256, 600])

@@ -16,7 +16,7 @@ from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.replay import restore
 from stepwell.storage.chain.segment import segment_name
 from stepwell.storage.codecs import zstd_frames
-from stepwell.storage.codecs.assignment import Deltas, Leaf, choose
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas, choose
 from stepwell.storage.codecs.codec_spec import LC, Hold, Raw
 from tests.storage.codecs.walks import LEAVES, fill, walk
 
@@ -117,8 +117,8 @@ def test_what_may_be_held() -> None:
     with pytest.raises(ConfigError, match="it is for moments"):
         Deltas(parameters=Hold())
     for dtype, expected in (("float32", Hold()), ("bfloat16", Hold()), ("uint8", Raw())):
-        assert choose(Leaf("x", dtype, (5000,), "moment2"), HELD) == expected
-        assert choose(Leaf("x", dtype, (5000,), "buffer"), HELD) == Raw()
+        assert choose(CodedLeaf("x", dtype, (5000,), "moment2"), HELD) == expected
+        assert choose(CodedLeaf("x", dtype, (5000,), "buffer"), HELD) == Raw()
 
 
 def test_a_codec_alone_stands_for_deltas() -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from stepwell.storage.codecs.codec_spec import LC, Spec, Ternary, Uniform
 from stepwell.storage.codecs.histogram import CHUNK, measure
-from stepwell.storage.codecs.quantise import Decoder, Room, pack, packed_nbytes, unpack
+from stepwell.storage.codecs.quantise import Decoder, Scratch, pack, packed_nbytes, unpack
 from stepwell.storage.codecs.tables import BucketTable, SignTable, StepTable, make_table
 from tests.storage.codecs.walks import Pair
 
@@ -53,7 +53,7 @@ def test_the_decoder_adds_what_the_table_says(
     pack(padded, bits, packed)
     state = rng.standard_normal(count).astype(np.float32)
     expected = state + table.values[padded[:count]]
-    Decoder(table, bits, is_wide=is_wide).add(packed, state, Room(bits, CHUNK, is_wide=is_wide))
+    Decoder(table, bits, is_wide=is_wide).add(packed, state, Scratch(bits, CHUNK, is_wide=is_wide))
     assert state.tobytes() == expected.tobytes()
 
 

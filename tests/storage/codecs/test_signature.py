@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stepwell.storage.chain import replay
-from stepwell.storage.chain.chain_image import Image
+from stepwell.storage.chain.chain_image import ChainImage
 from stepwell.storage.chain.replay import restore
 from stepwell.storage.codecs import parts
 from stepwell.storage.codecs.assignment import Deltas, as_bytes
@@ -74,13 +74,13 @@ def test_a_restore_takes_one_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Of the base, and of the state at the end: not of those between."""
     known = write(tmp_path / "chain", 9, Deltas(small="pool", skip_every=16))
     taken: list[bytes] = []
-    digest = Image.digest
+    digest = ChainImage.digest
 
-    def counted(image: Image) -> bytes:
+    def counted(image: ChainImage) -> bytes:
         taken.append(digest(image))
         return taken[-1]
 
-    monkeypatch.setattr(Image, "digest", counted)
+    monkeypatch.setattr(ChainImage, "digest", counted)
     found = restore(tmp_path / "chain")
     assert_is(found, 9, known)
     assert taken[1:] == [found.digest]

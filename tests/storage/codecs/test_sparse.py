@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stepwell.errors import DamagedError
 from stepwell.storage.chain import apply_on_device
 from stepwell.storage.codecs import parts, zstd_frames
-from stepwell.storage.codecs.assignment import Deltas, Leaf, arrange
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas, arrange
 from stepwell.storage.codecs.codec_spec import LC, Ternary
 from stepwell.storage.codecs.floats import Bytes
 from stepwell.storage.codecs.parts import Memory
@@ -89,7 +89,7 @@ def section(*frames_: bytes) -> memoryview:
 
 
 def apply(data: memoryview) -> np.ndarray:
-    (part,) = arrange([Leaf("a", "float32", (40000,), "parameter")], Deltas(parameters=Ternary()))
+    (part,) = arrange([CodedLeaf("a", "float32", (40000,), "parameter")], Deltas(parameters=Ternary()))
     state = np.zeros(40000, np.float32)
     parts.apply(part, [parts.read(part, data, Memory())], state)
     return state

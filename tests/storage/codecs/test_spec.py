@@ -8,12 +8,24 @@ from hypothesis import strategies as st
 
 from stepwell.errors import ConfigError
 from stepwell.storage.codecs.assignment import Deltas
-from stepwell.storage.codecs.codec_spec import LC, REGISTRY, Hold, Raw, Spec, Ternary, Top, Uniform, Xor, Zstd, parse
+from stepwell.storage.codecs.codec_spec import (
+    LC,
+    REGISTRY,
+    Hold,
+    Raw,
+    Spec,
+    Ternary,
+    Top,
+    Uniform,
+    XorCodec,
+    Zstd,
+    parse,
+)
 
 SPECS = st.one_of(
     st.sampled_from([Raw(), Hold()]),
     st.builds(Zstd, st.integers(1, 19)),
-    st.builds(Xor, st.integers(1, 19)),
+    st.builds(XorCodec, st.integers(1, 19)),
     st.builds(Top, st.integers(0, 7)),
     st.builds(LC, st.integers(2, 3), st.sampled_from(["tensor", "global"]), st.sampled_from(["zstd", "huffman"])),
     st.builds(Ternary, st.floats(0.1, 8), st.sampled_from(["tensor", "global"])),

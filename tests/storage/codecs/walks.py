@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepwell.storage.chain.chain_image import Image
+from stepwell.storage.chain.chain_image import ChainImage
 from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.replay import Fill, Restored, restore
-from stepwell.storage.codecs.assignment import Deltas, Leaf, arrange, as_bytes
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas, arrange, as_bytes
 from stepwell.storage.codecs.codec_spec import LC, Spec
 from stepwell.storage.codecs.histogram import Piece, measure
 from stepwell.storage.codecs.parts import Memory, apply, code, read
@@ -20,14 +20,14 @@ from stepwell.storage.codecs.tables import BucketTable, make_table
 
 Arrays = dict[str, NDArray[Any]]
 LEAVES = (
-    Leaf("weight", "float32", (60, 100), "parameter"),
-    Leaf("bias", "float32", (60,), "parameter"),
-    Leaf("half", "bfloat16", (33,), "parameter"),
-    Leaf("m", "float32", (60, 100), "moment1"),
-    Leaf("v", "float32", (60, 100), "moment2"),
-    Leaf("scalar", "float32", (), "optimizer"),
-    Leaf("nothing", "float32", (0, 3), "buffer"),
-    Leaf("steps", "int64", (1,), "value"),
+    CodedLeaf("weight", "float32", (60, 100), "parameter"),
+    CodedLeaf("bias", "float32", (60,), "parameter"),
+    CodedLeaf("half", "bfloat16", (33,), "parameter"),
+    CodedLeaf("m", "float32", (60, 100), "moment1"),
+    CodedLeaf("v", "float32", (60, 100), "moment2"),
+    CodedLeaf("scalar", "float32", (), "optimizer"),
+    CodedLeaf("nothing", "float32", (0, 3), "buffer"),
+    CodedLeaf("steps", "int64", (1,), "value"),
 )
 
 
@@ -85,10 +85,10 @@ class Pair:
     """A writer and a reader of one leaf of parameters, without files."""
 
     def __init__(self, spec: Spec, base: NDArray[np.float32], *, reuse: bool = False) -> None:
-        self.leaf = Leaf("x", "float32", base.shape, "parameter")
+        self.leaf = CodedLeaf("x", "float32", base.shape, "parameter")
         parts = arrange([self.leaf], Deltas(parameters=spec, small="pool"))
         self.part, self.reuse = parts[0], reuse
-        self.images = [Image(parts), Image(parts)]
+        self.images = [ChainImage(parts), ChainImage(parts)]
         self.memories = [Memory(), Memory()]
         for image in self.images:
             image.fill(image.split({"x": base}))

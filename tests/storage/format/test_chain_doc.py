@@ -13,7 +13,7 @@ from stepwell.storage.chain import chain_document, chain_record, segment
 from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.replay import restore
 from stepwell.storage.codecs import coding_groups, huffman, parts
-from stepwell.storage.codecs.assignment import Deltas, Leaf
+from stepwell.storage.codecs.assignment import CodedLeaf, Deltas
 from stepwell.storage.codecs.codec_spec import LC, REGISTRY
 from tests.storage.format.test_format_doc import PAGE, blocks, quoted, rows
 
@@ -22,7 +22,7 @@ SECTION = PAGE.split("\n## Chains of lossy checkpoints")[1].split("\n## ")[0]
 
 def make(directory: Path) -> None:
     """The chain of the page: eight entries, two of which change."""
-    leaf = Leaf("x", "float32", (8,), "parameter")
+    leaf = CodedLeaf("x", "float32", (8,), "parameter")
     value = np.ones(8, np.float32)
     deltas = Deltas(parameters=LC(bits=2, entropy="huffman"), small="pool")
     with ChainWriter.start(directory, [leaf], {"x": value}, step=5, deltas=deltas) as chain:

@@ -10,7 +10,7 @@ from stepwell.events import run_events
 from stepwell.events.event_file import VARIABLE, parts_of
 from stepwell.events.journal import EventLog, read_events
 from stepwell.storage.store import mirror
-from stepwell.storage.store.objects import Facts, ObjectPath
+from stepwell.storage.store.objects import ObjectFacts, ObjectPath
 from stepwell.storage.store.paths import RunPaths
 
 
@@ -18,7 +18,7 @@ def test_a_rotated_event_file_is_copied_with_its_older_parts(
     address: ObjectPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "16384")
-    paths, seen = RunPaths(address), dict[str, Facts]()
+    paths, seen = RunPaths(address), dict[str, ObjectFacts]()
     paths.desk.mkdir(parents=True)
     log = EventLog(paths.events, who="trainer")
     for step in range(1_000):
@@ -43,7 +43,7 @@ def test_a_file_that_became_smaller_is_sent(
 ) -> None:
     """It is another file: without its identity it would wait until it is as large as the one before."""
     monkeypatch.setenv(VARIABLE, "16384")
-    paths, seen = RunPaths(address), dict[str, Facts]()
+    paths, seen = RunPaths(address), dict[str, ObjectFacts]()
     paths.desk.mkdir(parents=True)
     log = EventLog(paths.events, who="trainer")
     while not parts_of(paths.events)[1].exists():

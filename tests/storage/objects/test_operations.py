@@ -127,7 +127,7 @@ def test_a_stream_without_its_end_leaves_no_object(address: ObjectPath) -> None:
 
 
 def test_events_are_sent_again_when_they_have_grown(address: ObjectPath) -> None:
-    paths, seen = RunPaths(address), dict[str, objects.Facts]()
+    paths, seen = RunPaths(address), dict[str, objects.ObjectFacts]()
     mirror.fetch(paths)
 
     def there() -> int:

@@ -9,7 +9,7 @@ import pytest
 from stepwell.errors import ConfigError
 from stepwell.ranks.wire.secret import draw_secret
 from stepwell.storage.store import files, mirror
-from stepwell.storage.store.objects import Facts, ObjectPath
+from stepwell.storage.store.objects import ObjectFacts, ObjectPath
 from stepwell.storage.store.paths import RunPaths
 from stepwell.storage.store.run_secret import make_local, make_shared, read_local, read_shared
 
@@ -40,6 +40,6 @@ def test_agents_are_named_by_a_file_of_this_machine_that_stays_here(address: Obj
     paths = RunPaths(address)
     make_local(paths)
     assert os.stat(paths.desk / "secret").st_mode & 0o7777 == 0o600
-    seen: dict[str, Facts] = {}
+    seen: dict[str, ObjectFacts] = {}
     mirror.publish(paths, seen, is_last=True)
     assert read_local(paths) is not None and not files.exists(address / "secret")

@@ -17,7 +17,8 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from stepwell.restore.verified_read import FileSource, read_record_leaves
+from stepwell.restore.byte_sources import FileSource
+from stepwell.restore.verified_read import read_record_leaves
 from stepwell.storage.format.dtypes import NATIVE
 from stepwell.storage.store import catalog
 from stepwell.storage.store.lineage import read_history

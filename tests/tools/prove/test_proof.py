@@ -8,7 +8,7 @@ import pytest
 
 from stepwell.tools.prove.final_states import Difference, StateComparison, grouped
 from stepwell.tools.prove.logged_values import LogComparison, LogDifference
-from stepwell.tools.prove.proof import Failure, Kill, Proof, Void, as_document
+from stepwell.tools.prove.proof import Failure, Kill, Proof, VoidTrial, as_document
 
 KILL = Kill(1, 0.0, step=25, victim="trainer", resumed=20, source="memory", was_committed=True)
 EQUAL = StateComparison(step=100, tensors=3, nbytes=12, values=7, differences=[])
@@ -125,7 +125,7 @@ def test_where_the_runs_part_decides_which_cause_is_likelier() -> None:
     [("verify_snapshots", "unguarded"), ("version guard", "identical"), ("fingerprint of a frozen leaf", "identical")],
 )
 def test_a_voided_snapshot_is_told_and_fails_if_only_the_hashes_saw_it(seen_by: str, verdict: str) -> None:
-    proof = replace(GOOD, voids=[Void("killed", 8, "ema/w", seen_by), Void("killed", 16, "ema/w", seen_by)])
+    proof = replace(GOOD, voids=[VoidTrial("killed", 8, "ema/w", seen_by), VoidTrial("killed", 16, "ema/w", seen_by)])
     assert proof.verdict == verdict
     (note,) = proof.notes
     assert "snapshots voided: 2, first that of step 8 in killed/, because ema/w changed" in note

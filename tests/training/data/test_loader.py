@@ -27,7 +27,7 @@ from stepwell.errors import DataError
 from stepwell.training.data.batches import Batches, Loop
 from stepwell.training.data.cursor import Cursor
 from stepwell.training.data.loader import DataLoader as OurLoader
-from stepwell.training.data.sampler import Plain, Skipping, epoch_seed, make_sampler
+from stepwell.training.data.sampler import PlainSampler, Skipping, epoch_seed, make_sampler
 from stepwell.training.data.source import LoaderSource, SequenceSource, Source
 from stepwell.training.data.source_choice import make_source
 
@@ -306,7 +306,7 @@ def test_plain_samplers_are_computed_and_others_are_skipped_through(name: str) -
     loader = loaders()[name]
     sampler = make_sampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler, 5)
     others = {"with replacement", "weighted", "subset", "set_epoch", "own batch sampler", "list sampler"}
-    assert type(sampler) is (Skipping if name in others else Plain)
+    assert type(sampler) is (Skipping if name in others else PlainSampler)
 
 
 class Billion(Dataset[int]):

@@ -15,7 +15,7 @@ from stepwell.training.data import permutation
 from stepwell.training.data.cursor import Cursor
 from stepwell.training.data.cut import Cut
 from stepwell.training.data.permutation import MOST, Permutation
-from stepwell.training.data.sampler import Plain
+from stepwell.training.data.sampler import PlainSampler
 
 
 def order(count: int, seed: int = 1, epoch: int = 0) -> list[int]:
@@ -50,7 +50,7 @@ def test_there_and_back(count: int, seed: int, epoch: int, data: st.DataObject) 
 
 @pytest.mark.parametrize("count", [0, 1, 37, 5000, 70_000])
 def test_from_any_position_on(count: int) -> None:
-    whole, sampler = order(count), Plain(range(count), Cut(), 1, batched=False)
+    whole, sampler = order(count), PlainSampler(range(count), Cut(), 1, batched=False)
     for start in {0, 1, count // 3, max(0, count - 1), count}:
         sampler.seek(Cursor(0, start, start))
         assert list(sampler) == whole[start:]

@@ -19,7 +19,7 @@ from stepwell.errors import ConfigError, DataError
 from stepwell.training.data.batches import Batches
 from stepwell.training.data.cursor import Cursor
 from stepwell.training.data.cut import TAILS, Cut
-from stepwell.training.data.sampler import Plain
+from stepwell.training.data.sampler import PlainSampler
 from stepwell.training.data.source import Source
 from stepwell.training.data.source_choice import make_source
 
@@ -98,7 +98,7 @@ def test_a_resume_at_every_batch_is_the_tail(tail: str, size: int | None) -> Non
 
 @pytest.mark.parametrize("tail", TAILS)
 def test_no_samples_no_batches(tail: str) -> None:
-    made = Plain([], Cut(4, tail), 5)
+    made = PlainSampler([], Cut(4, tail), 5)
     assert list(made) == [] and made.left(Cursor()) == 0 and made.is_over(Cursor())
     assert made.following(Cursor()) == Cursor(1)
 
@@ -132,7 +132,7 @@ def test_ranks_share_a_batch_and_agree_where_they_are(count: int, size: int, wor
     assert {"partial": short == 0, "drop": 0 <= short < size * world, "carry": short <= 0, "pad": short <= 0}[tail]
 
 
-def batch(order: Plain, at: Cursor) -> Seen:
+def batch(order: PlainSampler, at: Cursor) -> Seen:
     """The first batch from a position, with the epoch of each sample."""
     order.seek(at)
     ticket = next(iter(order))
@@ -150,7 +150,7 @@ def test_world_and_batch_sizes_change_at_random(tail: str, chance: int) -> None:
     while at.epoch < 3:
         size, world = dice.randint(1, 9), dice.choice([4, 2, 8, 1, 3, 6])
         ranks = [Cut(size, tail, rank, world) for rank in range(world)]
-        orders = [Plain(range(count), cut, 5, keyed=True) for cut in ranks]
+        orders = [PlainSampler(range(count), cut, 5, keyed=True) for cut in ranks]
         for _ in range(dice.randint(1, 5)):
             if not ranks[0].left(at, count):
                 at = ranks[0].following(at, count)

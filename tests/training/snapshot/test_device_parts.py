@@ -11,12 +11,12 @@ from stepwell.training.cuda.copy_graph import CopyBatch
 from stepwell.training.snapshot import device_copy
 from stepwell.training.snapshot.device_copy import DeviceProgram, Strategy
 from stepwell.training.snapshot.inflight import Fill
-from stepwell.training.snapshot.program import Source
+from stepwell.training.snapshot.program import CopySource
 
 KINDS = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex128, torch.int64]
 
 
-def make(seed: int) -> tuple[list[Source], torch.Tensor]:
+def make(seed: int) -> tuple[list[CopySource], torch.Tensor]:
     """Leaves of many types, sizes and strides, one after the other after a header of 64 bytes; and their image."""
     torch.manual_seed(seed)
     sources, image, start = [], [torch.zeros(64, dtype=torch.uint8)], 64
@@ -26,7 +26,7 @@ def make(seed: int) -> tuple[list[Source], torch.Tensor]:
         if number % 7 == 3:
             tensor = tensor.t()
         raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-        sources.append(Source(str(number), tensor, start, raw.numel(), number % 3 != 0, False))
+        sources.append(CopySource(str(number), tensor, start, raw.numel(), number % 3 != 0, False))
         image.append(raw)
         start += raw.numel()
     return sources, torch.cat(image)

@@ -10,7 +10,7 @@ import torch
 
 from stepwell.training.snapshot import host_copy
 from stepwell.training.snapshot.host_copy import HostCopy, HostWork
-from stepwell.training.snapshot.program import Source
+from stepwell.training.snapshot.program import CopySource
 
 
 def test_after_a_stop_no_thread_writes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_many_small_leaves_are_copied_in_groups(monkeypatch: pytest.MonkeyPatch)
     for number, tensor in enumerate(tensors):
         start = -(-start // tensor.element_size()) * tensor.element_size()
         is_checked = tensor.is_floating_point() and number % 80 < 60
-        sources.append(Source(f"leaf{number}", tensor, start, tensor.nbytes, True, is_checked))
+        sources.append(CopySource(f"leaf{number}", tensor, start, tensor.nbytes, True, is_checked))
         start += tensor.nbytes
     found = {}
     for many in (1, 10**9):

@@ -84,7 +84,7 @@ def test_what_is_refused_is_looked_at_again_after_a_while(
 
 
 def test_a_refusal_costs_a_fiftieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, now = refusal.Refusal(), refusal.time.monotonic()
+    found, now = refusal.StateRefusal(), refusal.time.monotonic()
     assert not found.holds
     assert found.note(StateError("no", path="a"), now) and found.holds
     monkeypatch.setattr(refusal, "PAUSE_SECONDS", 0.0)

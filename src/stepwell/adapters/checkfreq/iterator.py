@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 import stepwell
 from stepwell.adapters.checkfreq.generators import Generators
-from stepwell.adapters.checkfreq.moment import Moment
+from stepwell.adapters.checkfreq.moment import StateMoment
 from stepwell.adapters.checkfreq.reader_size import batch_size, has_read_all, whole_size
 from stepwell.adapters.checkfreq.warned import warn
 from stepwell.adapters.world import agree_on, this_rank
@@ -100,7 +100,7 @@ class CFIterator:
         self._batches: Iterator[Any] | None = None
         self._is_delivered = self._is_exhausted = False
         self._is_end_saved = True
-        self._tail: Moment | None = None
+        self._tail: StateMoment | None = None
         self._is_size_right = True
         self._resumed_at = 0
         if cf_manager is not None:

@@ -26,7 +26,7 @@ import torch
 import stepwell
 from stepwell.adapters.checkfreq.generators import Generators
 from stepwell.adapters.checkfreq.iterator import CFIterator, public
-from stepwell.adapters.checkfreq.moment import Moment
+from stepwell.adapters.checkfreq.moment import StateMoment
 from stepwell.adapters.checkfreq.saved import BESIDE, Beside, CFCheckpoint
 from stepwell.adapters.world import agree_on, this_rank
 from stepwell.events.run_events import logger
@@ -334,17 +334,17 @@ class CFManager:
         if os.getpid() == self._pid and getattr(sys, "last_type", None) is None and self._iterator is not None:
             self._iterator.end_tail(is_last=True)
 
-    def note_end(self) -> Moment:
+    def note_end(self) -> StateMoment:
         """An epoch has ended. If nothing follows, the interpreter's exit saves it, before the Checkpointer's own."""
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
-        return Moment(self.chk.tracking_map.values())
+        return StateMoment(self.chk.tracking_map.values())
 
-    def has_changed(self, before: Moment, epoch: int | None) -> bool:
+    def has_changed(self, before: StateMoment, epoch: int | None) -> bool:
         """Whether anything that is saved is not as it was. Many ranks: rank 0 says it for all; at the end, yes."""
         if self._ranks > 1 and epoch is None:
             return True
-        is_other = before != Moment(self.chk.tracking_map.values())
+        is_other = before != StateMoment(self.chk.tracking_map.values())
         return bool(agree_on(int(is_other), f"checkfreq/tail/{epoch}"))
 
     def _note_update(self, *_: Any) -> None:

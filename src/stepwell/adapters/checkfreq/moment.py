@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 
-class Moment:
+class StateMoment:
     """Tracked objects, and the global random generators, as they are when it is made."""
 
     def __init__(self, targets: Iterable[Any]) -> None:
         self._facts = [_facts(target) for target in targets], _generators()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Moment) and self._facts == other._facts
+        return isinstance(other, StateMoment) and self._facts == other._facts
 
     __hash__ = None  # type: ignore[assignment]
 

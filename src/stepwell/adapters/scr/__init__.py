@@ -31,8 +31,8 @@ from collections.abc import Callable
 from typing import Final, ParamSpec, TypeVar
 
 from stepwell.adapters.scr.dataset_output import Outputs
-from stepwell.adapters.scr.job import Job
-from stepwell.adapters.scr.need import Pace
+from stepwell.adapters.scr.job import ScrJob
+from stepwell.adapters.scr.need import Need
 from stepwell.adapters.scr.parameter_sources import Config, ScrError
 from stepwell.adapters.scr.parameters import settle
 from stepwell.adapters.scr.prefix_index import CHECKPOINT, OUTPUT
@@ -77,9 +77,9 @@ R = TypeVar("R")
 class _Program:
     """What one start of the program does; exists between `init` and `finalize`."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ScrJob) -> None:
         self.job = job
-        self.outputs, self.restarts, self.pace = Outputs(job), Restarts(job), Pace(job)
+        self.outputs, self.restarts, self.pace = Outputs(job), Restarts(job), Need(job)
         self.state = IDLE
 
 
@@ -130,7 +130,7 @@ def init() -> None:
             "`stepwell prove` compares states of a Checkpointer; it cannot judge files that a program writes through "
             "the SCR interface"
         )
-    _program = _Program(Job.open(settle(_config)))
+    _program = _Program(ScrJob.open(settle(_config)))
 
 
 @_in_words

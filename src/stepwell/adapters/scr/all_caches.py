@@ -31,7 +31,7 @@ from stepwell.levels.peers.server import PeerServer, listen
 from stepwell.levels.protect.copies import Fill, copy_shard
 from stepwell.levels.protect.parity import RECORD
 from stepwell.levels.protect.protection import Duties, near_fill, near_shard
-from stepwell.levels.protect.repair import Reach, remake, tell
+from stepwell.levels.protect.repair import RepairReach, remake, tell
 from stepwell.ranks.groups.consent import each, lead
 from stepwell.ranks.groups.group import Group
 from stepwell.ranks.groups.group_key import common_key
@@ -55,7 +55,7 @@ _EVERYWHERE: Final = "prefix"
 
 
 @dataclass(frozen=True)
-class Protected:
+class ProtectedDataset:
     """How it went: bytes written on this node; for all ranks what failed, and for whom nobody could hold anything."""
 
     nbytes: int
@@ -244,7 +244,7 @@ class Nodes:
     def _remake(self, id: CheckpointId, trouble: dict[int, str]) -> None:
         for loss in self.found[id].losses() or []:
             if loss.rank % self._group.size == self._group.rank:
-                reach = Reach(self.home, id, self._run, self.node, self._peer)
+                reach = RepairReach(self.home, id, self._run, self.node, self._peer)
                 try:
                     remake(self.home, id, self._run, self.found[id], loss, reach)
                 except (OSError, StepwellError) as error:
@@ -289,7 +289,7 @@ class Nodes:
 
     # -- protecting ---------------------------------------------------------------------------------------------------
 
-    def protect(self, id: CheckpointId, protect: Protection) -> Protected:
+    def protect(self, id: CheckpointId, protect: Protection) -> ProtectedDataset:
         """Hold what others need held here. Collective."""
         states = self._group.all_gather(self._state(id), "what each rank holds")
         domains = [seat.domain for seat in self.orders.peers]
@@ -309,7 +309,7 @@ class Nodes:
             peers.close()
         told = self._group.all_gather([failed, duties.why_not], "protecting a dataset")
         by_rank = {str(rank): (broken, alone) for rank, (broken, alone) in enumerate(told)}
-        return Protected(
+        return ProtectedDataset(
             nbytes,
             {rank: broken for rank, (broken, _) in by_rank.items() if broken is not None},
             {rank: alone for rank, (_, alone) in by_rank.items() if alone is not None},

@@ -40,14 +40,14 @@ _END_OF_TIME: Final = 1 << 62
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptFile:
     """What belongs to a file beside its bytes: permissions, and the time of its last change in nanoseconds."""
 
     mode: int
     changed: int
 
     @classmethod
-    def read(cls, mode: int, changed: int) -> Kept:
+    def read(cls, mode: int, changed: int) -> KeptFile:
         """From a record, which anybody may have written. Raises ValueError or TypeError."""
         if not 0 <= changed < _END_OF_TIME:
             raise ValueError(f"{changed} is no time")
@@ -67,7 +67,7 @@ class Description:
     flags: int
     number: int
     paths: Mapping[str, str] = field(default_factory=dict)
-    kept: Mapping[str, Kept] = field(default_factory=dict)
+    kept: Mapping[str, KeptFile] = field(default_factory=dict)
 
     def dump(self) -> dict[str, object]:
         """As it lies in a record."""
@@ -84,7 +84,7 @@ class Description:
                 raise DamagedError(f"{record.id}: not a dataset of the SCR interface")
             paths = {str(name): check_relative(str(path)) for name, path in tree["paths"].items()}
             told = dict(tree.get("kept", {})).items()
-            kept = {str(name): Kept.read(*facts) for name, facts in told}
+            kept = {str(name): KeptFile.read(*facts) for name, facts in told}
             found = cls(str(tree["name"]), int(tree["flags"]), int(tree["number"]), paths, kept)
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
             raise DamagedError(f"{record.id}: not a dataset of the SCR interface: {error}") from error
@@ -139,7 +139,7 @@ class Work:
         """The name of a routed file, and the descriptor of its directory. Raises OSError."""
         return no_follow.walk(self._home, f"{self._folder}/{relative}")
 
-    def show(self, source: Path, relative: str, kept: Kept | None = None) -> Path:
+    def show(self, source: Path, relative: str, kept: KeptFile | None = None) -> Path:
         """A verified file of a dataset under the name that the application knows it by; for reading."""
         no_follow.make_tree(self._home, f"{self._folder}/{relative}")
         with self.held(relative) as (name, fd):
@@ -154,7 +154,7 @@ def clear_work(home: Path, folder: str = WORK) -> None:
         no_follow.remove_tree(home, folder)
 
 
-def _second_name(source: Path, name: str, directory: int, kept: Kept | None, *, sync: bool = False) -> None:
+def _second_name(source: Path, name: str, directory: int, kept: KeptFile | None, *, sync: bool = False) -> None:
     """Another name for the bytes of a file, which must be free; where there are no links, a copy. Raises OSError."""
     reading = files.open_regular(source)
     try:
@@ -214,7 +214,7 @@ def take_in(
         paths[final.name] = relative
         if keep:
             found = no_follow.lstat(final)
-            kept[final.name] = Kept(found.st_mode & _PERMISSIONS, found.st_mtime_ns)
+            kept[final.name] = KeptFile(found.st_mode & _PERMISSIONS, found.st_mtime_ns)
     files.sync_directory(directory)
     tree = replace(about, paths=paths, kept=kept).dump()
     return Record(run, id, owner, time.time(), tuple(entries), (), tree)
@@ -262,7 +262,7 @@ def _is_same(source: Path, target: Path) -> bool:
         return False
 
 
-def _replace(source: Path, prefix: Path, relative: str, kept: Kept | None) -> None:
+def _replace(source: Path, prefix: Path, relative: str, kept: KeptFile | None) -> None:
     with no_follow.walk(prefix, relative, make=True, own_links=True) as (name, fd):
         temporary = f".{name[:200]}.{os.getpid()}{files.TEMPORARY}"
         _remove(temporary, fd)

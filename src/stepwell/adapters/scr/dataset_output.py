@@ -15,7 +15,7 @@ from collections import Counter
 from typing import Final
 
 from stepwell.adapters.scr.application_files import Description, look, relative_to, take_in
-from stepwell.adapters.scr.job import Job
+from stepwell.adapters.scr.job import ScrJob
 from stepwell.adapters.scr.prefix_flush import conclude
 from stepwell.adapters.scr.prefix_index import CHECKPOINT, OUTPUT
 from stepwell.errors import ConfigError, GroupError, StepwellError
@@ -37,7 +37,7 @@ _MAX_NAME: Final = 1024
 class Outputs:
     """Of one rank; everything but `route` is collective."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ScrJob) -> None:
         self._job = job
         self.name, self.flags = "", 0
         self.id = CheckpointId(0, 0, 0)

@@ -48,7 +48,7 @@ _GRACE: Final = "STEPWELL_GRACE"
 _GRACE_SECONDS: Final = 25.0
 
 
-class Job:
+class ScrJob:
     """Constructing only assigns; `open` and `close` are collective."""
 
     def __init__(self, settings: Settings, group: Group, run: str) -> None:
@@ -80,7 +80,7 @@ class Job:
     # -- beginning and end --------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, settings: Settings) -> Job:
+    def open(cls, settings: Settings) -> ScrJob:
         """Meet the others, and look at what there is. Raises ConfigError, GroupError."""
         group = find_group()
         faults.set_rank(group.rank)

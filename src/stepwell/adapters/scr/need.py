@@ -11,17 +11,17 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from stepwell.adapters.scr.job import Job
+from stepwell.adapters.scr.job import ScrJob
 from stepwell.adapters.scr.prefix_index import TOLD, now
 from stepwell.events.run_events import logger
 from stepwell.events.scr_events import NoInterval
 from stepwell.ranks.groups.consent import lead
 
 
-class Pace:
+class Need:
     """Of one rank. `need` and `should_exit` are collective."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ScrJob) -> None:
         self._job = job
         self._calls = 0
         self._last_end = time.monotonic()

@@ -74,7 +74,7 @@ def _split(text: str, ends: str) -> tuple[str, str]:
 
 
 @dataclass
-class Source:
+class ParameterSource:
     """One place where parameters stand: the values of each key, and with each what its line says beside it."""
 
     tree: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Source:
             here.update({name: item for name, item in items if item is not None})
 
     @classmethod
-    def of_file(cls, path: Path) -> Source:
+    def of_file(cls, path: Path) -> ParameterSource:
         """A file of such lines; nothing if it is not there. Raises ConfigError."""
         found = cls()
         if path.is_file():
@@ -128,7 +128,7 @@ class Config:
     """What `config()` was told, and the answers to what it is asked."""
 
     def __init__(self) -> None:
-        self._said = Source()
+        self._said = ParameterSource()
 
     def tell(self, text: str | None, *, may_set: bool) -> str | None:
         """SCR's `config`: a query if no value follows the last key, else a setting. Raises ConfigError."""
@@ -146,7 +146,7 @@ class Config:
 
     def forget(self) -> None:
         """What was told belongs to one job: `finalize` ends it."""
-        self._said = Source()
+        self._said = ParameterSource()
 
     def _ask(self, sentence: Sentence, text: str) -> str | None:
         assert sentence.asked is not None
@@ -164,9 +164,9 @@ class Config:
             return None
         return next((expand(value) for value in values), None)
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[ParameterSource]:
         """User file, what was told, system file; before all of them comes the environment."""
-        return [Source.of_file(self.user_file()[0]), self._said, Source.of_file(SYSTEM_FILE)]
+        return [ParameterSource.of_file(self.user_file()[0]), self._said, ParameterSource.of_file(SYSTEM_FILE)]
 
     def user_file(self) -> tuple[Path, bool]:
         """Where the user's file is, and whether SCR_CONF_FILE names it."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from stepwell.adapters.scr.application_files import PUBLISHED, Description, publish, withdraw
-from stepwell.adapters.scr.prefix_index import CHECKPOINT, OUTPUT, Listed, Prefix
+from stepwell.adapters.scr.prefix_index import CHECKPOINT, OUTPUT, ListedDataset, Prefix
 from stepwell.errors import DamagedError, FencedError, StepwellError, VoidError
 from stepwell.events.level_events import Flush, FlushFailed
 from stepwell.events.run_events import Event, logger
@@ -118,7 +118,7 @@ def thin_out(prefix: Prefix, keep: int) -> None:
             remove(prefix, item)
 
 
-def remove(prefix: Prefix, item: Listed) -> None:
+def remove(prefix: Prefix, item: ListedDataset) -> None:
     """A dataset, and the application's names of its files. Raises OSError."""
     with contextlib.suppress(DamagedError):
         withdraw(prefix.root, prefix.paths, prefix.records(item.manifest))

@@ -91,7 +91,7 @@ class Halt:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedDataset:
     """A dataset in the prefix, committed. `description` is None where its first record cannot be read."""
 
     id: CheckpointId
@@ -214,12 +214,12 @@ class Prefix:
 
     # -- datasets -----------------------------------------------------------------------------------------------------
 
-    def datasets(self) -> list[Listed]:
+    def datasets(self) -> list[ListedDataset]:
         """All committed ones, the newest first."""
         out = []
         for entry in catalog.scan(self.paths):
             if entry.manifest is not None:
-                out.append(Listed(entry.id, entry.manifest, self._describe(entry.manifest), entry.is_live))
+                out.append(ListedDataset(entry.id, entry.manifest, self._describe(entry.manifest), entry.is_live))
         return out
 
     def _describe(self, manifest: Manifest) -> Description | None:
@@ -229,7 +229,7 @@ class Prefix:
                 return Description.of(Record.load(files.get(path), path=str(path)))
         return None
 
-    def find(self, name: str) -> Listed | None:
+    def find(self, name: str) -> ListedDataset | None:
         """The newest one of that name."""
         return next((item for item in self.datasets() if item.name == name), None)
 

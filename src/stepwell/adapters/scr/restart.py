@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.adapters.scr.all_caches import near_records
-from stepwell.adapters.scr.application_files import Description, Kept, relative_to
-from stepwell.adapters.scr.job import Job
+from stepwell.adapters.scr.application_files import Description, KeptFile, relative_to
+from stepwell.adapters.scr.job import ScrJob
 from stepwell.adapters.scr.prefix_flush import remove
 from stepwell.adapters.scr.prefix_index import CHECKPOINT
 from stepwell.errors import ConfigError, DamagedError, StepwellError
@@ -34,12 +34,12 @@ from stepwell.types import CheckpointId
 class Restarts:
     """Of one rank; everything but `route` is collective."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ScrJob) -> None:
         self._job = job
         self._offered: tuple[CheckpointId, str, int] | None = None
         self._tried: set[CheckpointId] = set()
         self._done_with: int | None = None
-        self._table: dict[str, tuple[int, str, Kept | None]] = {}
+        self._table: dict[str, tuple[int, str, KeptFile | None]] = {}
 
     @property
     def is_offered(self) -> bool:
@@ -142,7 +142,7 @@ class Restarts:
         job.work.clear()
         tables = job.group.all_gather(mine, "start_restart")
         self._table = {
-            path: (rank, file, None if kept is None else Kept(*kept))
+            path: (rank, file, None if kept is None else KeptFile(*kept))
             for table in tables
             for path, (rank, file, kept) in table.items()
         }

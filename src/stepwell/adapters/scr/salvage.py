@@ -18,11 +18,11 @@ from stepwell.adapters.scr.prefix_flush import conclude
 from stepwell.adapters.scr.prefix_index import CHECKPOINT, OUTPUT, Prefix
 from stepwell.errors import ConfigError, DamagedError, PeerError, StepwellError
 from stepwell.levels import cached
-from stepwell.levels.inventory import Inventory, Node
+from stepwell.levels.inventory import HeldNode, Inventory
 from stepwell.levels.protect.copies import keep_shard
 from stepwell.levels.protect.parity import RECORD
 from stepwell.levels.protect.protection import near_shard
-from stepwell.levels.protect.repair import Reach, remake, tell
+from stepwell.levels.protect.repair import RepairReach, remake, tell
 from stepwell.storage.format.manifest import Manifest
 from stepwell.storage.format.parity_entry import parity_name
 from stepwell.storage.format.record import Record
@@ -102,7 +102,7 @@ def survey(prefix: Prefix, caches: dict[str, RunPaths]) -> list[Cached]:
     return out
 
 
-def _sound(paths: RunPaths, id: CheckpointId, run: str) -> Node:
+def _sound(paths: RunPaths, id: CheckpointId, run: str) -> HeldNode:
     """What a cache holds of a dataset, without what is damaged."""
     found, directory = tell(paths, id, run), paths.checkpoint(id)
 
@@ -113,7 +113,7 @@ def _sound(paths: RunPaths, id: CheckpointId, run: str) -> Node:
             return False
         return True
 
-    return Node(
+    return HeldNode(
         [item for item in found.shards if is_sound(record_name(Owner(item.rank)))],
         [item for item in found.parity if is_sound(parity_name(item.rank))],
     )
@@ -162,7 +162,7 @@ def carry(prefix: Prefix, caches: dict[str, RunPaths], item: Cached) -> Manifest
                 keep_shard(prefix.paths, record, data, fill, may_link=False)
     for loss in losses:
         if assemble.find_record(prefix.paths, id, Owner(loss.rank)) is None:
-            reach = Reach(prefix.paths, id, run, "", lambda node: Folder(caches[node]))
+            reach = RepairReach(prefix.paths, id, run, "", lambda node: Folder(caches[node]))
             remake(prefix.paths, id, run, item.inventory, loss, reach)
     manifest = conclude(prefix, id)
     if manifest is None:

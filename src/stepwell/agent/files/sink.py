@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from stepwell.agent.files.buffered import BoundedCache
-from stepwell.agent.files.tuning import Place, recall, remember
-from stepwell.agent.files.upload import Image, upload_file, upload_image
+from stepwell.agent.files.tuning import WritePlace, recall, remember
+from stepwell.agent.files.upload import UploadImage, upload_file, upload_image
 from stepwell.agent.files.writer import Writer, copy_file
 from stepwell.events import run_events
 from stepwell.storage.format.checksum import BlockHasher
@@ -31,7 +31,7 @@ Looks = tuple[float, float]
 """How soon it is looked again whether other ranks have written their parts, in seconds: at first, and at most."""
 
 
-class Stream(Protocol):
+class SinkStream(Protocol):
     """A file that is written chunk by chunk. Nothing is visible before `finish`."""
 
     def write(self, data: memoryview) -> None:
@@ -57,7 +57,7 @@ class Shelf(Protocol):
         """A file that may be overwritten, and takes the place of one that is removed."""
         ...
 
-    def put_image(self, path: Location, image: Image) -> Blocks:
+    def put_image(self, path: Location, image: UploadImage) -> Blocks:
         """Store an image as its bytes arrive."""
         ...
 
@@ -65,7 +65,7 @@ class Shelf(Protocol):
         """Store a copy of a user's file. Returns its size too."""
         ...
 
-    def open_stream(self, path: Location, nbytes: int, block_bytes: int) -> Stream:
+    def open_stream(self, path: Location, nbytes: int, block_bytes: int) -> SinkStream:
         """Begin a file of `nbytes` bytes."""
         ...
 
@@ -92,7 +92,7 @@ class DiskShelf:
         self.spare: Spare | None = None
         self._paths, self._root, self._writer, self._lineage = paths, root, writer, lineage
 
-    def put_image(self, path: Location, image: Image) -> Blocks:
+    def put_image(self, path: Location, image: UploadImage) -> Blocks:
         temporary, final = _temporary(path)
         spare = self._open()
         is_there = spare.is_for(final) and spare.take(temporary)
@@ -113,7 +113,7 @@ class DiskShelf:
             kind = file_system_type(self._root)
             self.spare = Spare(self._root, Owner(self._paths.rank).stem, self._lineage, file_system=kind)
             with contextlib.suppress(OSError):
-                known = recall(self._paths.storage, Place.of(self._root))
+                known = recall(self._paths.storage, WritePlace.of(self._root))
                 if known is not None:
                     self._writer.tuner.use(*known)
         return self.spare
@@ -124,14 +124,14 @@ class DiskShelf:
         commit.publish_file(temporary, final)
         return found
 
-    def open_stream(self, path: Location, nbytes: int, block_bytes: int) -> Stream:
+    def open_stream(self, path: Location, nbytes: int, block_bytes: int) -> SinkStream:
         return _FileStream(*_temporary(path), nbytes, block_bytes)
 
     def news(self) -> run_events.Storage | None:
         tuner = self._writer.tuner
         if not tuner.news:
             return None
-        place, reason, tuner.news = Place.of(self._root), tuner.news, ""
+        place, reason, tuner.news = WritePlace.of(self._root), tuner.news, ""
         with contextlib.suppress(OSError):  # found out again by the next agent
             remember(self._paths.storage, place, tuner.setting, tuner.rate)
         return run_events.Storage(
@@ -192,7 +192,7 @@ class BucketShelf:
     looks: Looks = (0.05, 5.0)  # each look is a few requests, by every rank
     spare = None
 
-    def put_image(self, path: Location, image: Image) -> Blocks:
+    def put_image(self, path: Location, image: UploadImage) -> Blocks:
         assert isinstance(path, ObjectPath)
         return upload_image(path, image)
 
@@ -200,7 +200,7 @@ class BucketShelf:
         assert isinstance(path, ObjectPath)
         return upload_file(source, path)
 
-    def open_stream(self, path: Location, nbytes: int, block_bytes: int) -> Stream:
+    def open_stream(self, path: Location, nbytes: int, block_bytes: int) -> SinkStream:
         assert isinstance(path, ObjectPath)
         return _ObjectStream(path, nbytes, block_bytes)
 

@@ -146,7 +146,7 @@ class Tuner:
 
 
 @dataclass(frozen=True)
-class Place:
+class WritePlace:
     """Which file system on which machine."""
 
     host: str
@@ -154,12 +154,12 @@ class Place:
     id: int
 
     @classmethod
-    def of(cls, root: Path) -> Place:
+    def of(cls, root: Path) -> WritePlace:
         """Where a directory lies. Raises OSError."""
         return cls(socket.gethostname(), file_system_type(root), os.statvfs(root).f_fsid)
 
 
-def remember(path: Path, place: Place, setting: Setting, rate: float) -> None:
+def remember(path: Path, place: WritePlace, setting: Setting, rate: float) -> None:
     """Keep a choice for the next start. Raises OSError."""
     document = {
         "format": KIND,
@@ -171,11 +171,11 @@ def remember(path: Path, place: Place, setting: Setting, rate: float) -> None:
     files.put(path, seal(document), point="storage")
 
 
-def recall(path: Path, place: Place) -> tuple[Setting, float] | None:
+def recall(path: Path, place: WritePlace) -> tuple[Setting, float] | None:
     """What was found out on this very file system; None if nothing, or nothing that can be believed."""
     try:
         fields = Fields(unseal(files.get(path, limit=_MAX_BYTES), path=str(path), kind=KIND), path=str(path))
-        found = Place(fields.text("host"), fields.text("file_system"), fields.integer("id", limit=1 << 64))
+        found = WritePlace(fields.text("host"), fields.text("file_system"), fields.integer("id", limit=1 << 64))
         setting = Setting(fields.integer("threads"), fields.integer("write_bytes"))
         rate = fields.number("bytes_per_second")
     except StepwellError:

@@ -18,7 +18,7 @@ from stepwell.storage.store.objects import ObjectPath
 
 
 @dataclass(frozen=True)
-class Image:
+class UploadImage:
     """A file as it lies in memory, or will.
 
     memory, nbytes:  whole pages, of which so many bytes are the file
@@ -33,7 +33,7 @@ class Image:
     settle: Callable[[], None]
 
 
-def upload_image(path: ObjectPath, image: Image) -> tuple[str, ...]:
+def upload_image(path: ObjectPath, image: UploadImage) -> tuple[str, ...]:
     """Send an image as its bytes arrive. Returns the checksum of each block.
 
     Raises StorageError, or what the image's waits raise: then there is no object.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from stepwell.agent.files.sink import Stream
+from stepwell.agent.files.sink import SinkStream
 from stepwell.agent.queue import Pending
 from stepwell.agent.target.shared_target import Persister, block_bytes
 from stepwell.errors import PersistError
@@ -23,7 +23,7 @@ class StreamedSave:
         self._name = f"{pending.owner.stem}.safetensors"
         self._started = time.monotonic()
         self._offset = 0
-        self._stream: Stream | None = None
+        self._stream: SinkStream | None = None
         self.is_committed = False
 
     def open(self) -> None:

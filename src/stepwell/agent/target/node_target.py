@@ -47,7 +47,7 @@ _PARTS_TO_TRUST: Final = 3
 """A full disk takes one now and then: that is not said each time."""
 
 
-class Keeper(Persister):
+class NodeTarget(Persister):
     """Persists to the cache of this node. Constructing only assigns.
 
     may_flush:  asked by rank 0: whether one more may be carried to the shared place, beside those under way

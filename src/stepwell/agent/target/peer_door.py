@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stepwell.levels.peers.server import PeerServer
 
 
-class Door:
+class PeerDoor:
     """Constructing only assigns. `persister`: who answers questions, asked for each of them."""
 
     def __init__(self, persister: Callable[[], Persister]) -> None:
@@ -53,10 +53,10 @@ class Door:
 
     def _answer(self, question: str, fields: dict[str, Any]) -> dict[str, Any]:
         """A thread of the server."""
-        from stepwell.agent.target.node_target import Keeper
+        from stepwell.agent.target.node_target import NodeTarget
 
         keeper = self._persister()
-        return keeper.answer(question, fields) if isinstance(keeper, Keeper) else {}
+        return keeper.answer(question, fields) if isinstance(keeper, NodeTarget) else {}
 
     def close(self) -> None:
         """Hang up."""

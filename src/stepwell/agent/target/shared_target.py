@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from stepwell.agent.files.sink import shelf_of
-from stepwell.agent.files.upload import Image
+from stepwell.agent.files.upload import UploadImage
 from stepwell.agent.files.writer import Writer, digest_image
 from stepwell.agent.queue import AbandonedError, Pending
 from stepwell.errors import StepwellError, VoidError
@@ -231,7 +231,7 @@ class Persister:
     def _write_live(self, pending: Pending, directory: Location) -> FileEntry:
         name, nbytes, grain = f"{pending.owner.stem}.safetensors", pending.layout.nbytes, block_bytes(pending.owner)
         memory = pending.arena.image(pending.slot, pending.arena.shape.slot_bytes)
-        image = Image(memory, nbytes, grain, pending.arrive, pending.wait_complete)
+        image = UploadImage(memory, nbytes, grain, pending.arrive, pending.wait_complete)
         blocks = self.shelf.put_image(directory / name, image)
         return FileEntry(name, "safetensors", nbytes, grain, blocks)
 
@@ -242,7 +242,7 @@ class Persister:
             self._frozen = (key, directory / name, self._frozen[2])
             return self._frozen[2]
         memory, grain = pending.arena.image(FROZEN, pending.arena.shape.frozen_bytes), block_bytes(pending.owner)
-        image = Image(memory, nbytes, grain, lambda _: 0.0, pending.wait_complete)
+        image = UploadImage(memory, nbytes, grain, lambda _: 0.0, pending.wait_complete)
         blocks = self.shelf.put_image(directory / name, image)
         entry = FileEntry(name, "safetensors", nbytes, grain, blocks)
         self._frozen = (key, directory / name, entry)

@@ -15,7 +15,7 @@ from stepwell.storage.format.record import check_file_name
 from stepwell.types import CheckpointId
 
 
-class Refusal(Exception):
+class RequestRefusal(Exception):
     """A request that gets an error for an answer. `kind` is what it is counted under."""
 
     def __init__(self, kind: str, why: str) -> None:
@@ -27,19 +27,19 @@ def read_names(request: Message) -> tuple[str, str]:
     """Directory and file: one checkpoint's, and a plain name."""
     directory, name = request.get("directory"), request.get("name")
     if not isinstance(directory, str) or not isinstance(name, str):
-        raise Refusal("name", "directory and name are texts")
+        raise RequestRefusal("name", "directory and name are texts")
     if CheckpointId.parse(directory) is None:
-        raise Refusal("name", f"{directory[:100]!r} is not the directory of a checkpoint")
+        raise RequestRefusal("name", f"{directory[:100]!r} is not the directory of a checkpoint")
     try:
         return directory, check_file_name(name, path="request")
     except DamagedError as error:
-        raise Refusal("name", str(error)) from None
+        raise RequestRefusal("name", str(error)) from None
 
 
 def read_count(request: Message, key: str) -> int:
     value = request.get(key)
     if type(value) is not int or value < 0:  # a boolean is an int to isinstance
-        raise Refusal("range", f"{key} is not a number of bytes")
+        raise RequestRefusal("range", f"{key} is not a number of bytes")
     return value
 
 
@@ -57,4 +57,4 @@ def open_below(root: Path, directory: str, name: str) -> int:
             stack.callback(os.close, inner)
             return os.open(name, flags, dir_fd=inner)
     except OSError as error:
-        raise Refusal("missing", f"{directory}/{name}: {error.strerror}") from None
+        raise RequestRefusal("missing", f"{directory}/{name}: {error.strerror}") from None

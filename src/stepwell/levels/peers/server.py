@@ -38,7 +38,7 @@ from stepwell.levels.peers.peer_frames import (
     frame,
     terms_of,
 )
-from stepwell.levels.peers.request import Refusal, open_below, read_count, read_names
+from stepwell.levels.peers.request import RequestRefusal, open_below, read_count, read_names
 from stepwell.ranks.wire.greeting import Guest
 
 Answer = Callable[[str, Message], Message]
@@ -309,22 +309,22 @@ class PeerServer:
                     stream.send_frame(frame({"nbytes": nbytes}), patience)
                     stream.send_range(fd, start, nbytes, patience, is_sealed=request.get("sealed") is True)
             else:
-                raise Refusal("frame", "not a request")
-        except Refusal as refusal:
+                raise RequestRefusal("frame", "not a request")
+        except RequestRefusal as refusal:
             self._count(refusal.kind)
             stream.send_frame(frame({"error": str(refusal)[:_MAX_TROUBLE], "kind": refusal.kind}), patience)
 
     def _ask(self, request: Message) -> bytes:
         question, fields = request.get("question"), request.get("fields")
         if not isinstance(question, str) or not isinstance(fields, dict):
-            raise Refusal("frame", "a question is a text and an object")
+            raise RequestRefusal("frame", "a question is a text and an object")
         try:
             body = json.dumps(self._answer(question, fields), separators=(",", ":"), allow_nan=False).encode()
         except (Exception, SystemExit) as error:  # whatever it is: the server lives on, and the caller is told
             logger.exception("the question %.100r of a peer could not be answered", question)
-            raise Refusal("question", f"{type(error).__name__}: {error}") from error
+            raise RequestRefusal("question", f"{type(error).__name__}: {error}") from error
         if len(body) > MAX_ANSWER_BYTES:
-            raise Refusal("question", f"an answer of {len(body)} bytes, more than {MAX_ANSWER_BYTES}")
+            raise RequestRefusal("question", f"an answer of {len(body)} bytes, more than {MAX_ANSWER_BYTES}")
         return body
 
     @contextlib.contextmanager
@@ -332,14 +332,14 @@ class PeerServer:
         directory, name = read_names(request)
         start, nbytes = read_count(request, "start"), read_count(request, "nbytes")
         if nbytes > MAX_RANGE_BYTES:
-            raise Refusal("range", f"{nbytes} bytes at once, more than {MAX_RANGE_BYTES}")
+            raise RequestRefusal("range", f"{nbytes} bytes at once, more than {MAX_RANGE_BYTES}")
         fd = open_below(self._root, directory, name)
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
-                raise Refusal("missing", f"{directory}/{name}: not a regular file")
+                raise RequestRefusal("missing", f"{directory}/{name}: not a regular file")
             if start + nbytes > found.st_size:
-                raise Refusal("range", f"{directory}/{name}: ends at {found.st_size}")
+                raise RequestRefusal("range", f"{directory}/{name}: ends at {found.st_size}")
             yield fd, start, nbytes
         finally:
             os.close(fd)

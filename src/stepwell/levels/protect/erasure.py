@@ -41,7 +41,7 @@ Write = Callable[[int, int, memoryview], None]
 
 
 @dataclass(frozen=True)
-class Layout:
+class StripeLayout:
     """How the shards of a set are cut: their lengths in the order of the members, and how many members may be lost."""
 
     lengths: tuple[int, ...]
@@ -97,12 +97,12 @@ class Layout:
         return ((start, min(SLICE_BYTES, chunk_bytes - start)) for start in range(0, chunk_bytes, SLICE_BYTES))
 
 
-def survives(layout: Layout, lost: Collection[int]) -> bool:
+def survives(layout: StripeLayout, lost: Collection[int]) -> bool:
     """Whether the shards of all lost members can be had from the others."""
     return len(set(lost)) <= layout.parity
 
 
-def encode(layout: Layout, position: int, read: Read, write: Callable[[int, memoryview], None]) -> None:
+def encode(layout: StripeLayout, position: int, read: Read, write: Callable[[int, memoryview], None]) -> None:
     """Compute the parity that the member at `position` stores: `write(offset, data)`, from the first byte to the last.
 
     Reads `parity` times as many bytes as a member has, from the others: see `encode_stripe`. What `write` is given may
@@ -115,7 +115,7 @@ def encode(layout: Layout, position: int, read: Read, write: Callable[[int, memo
         _encode_rows(layout, coder, stripe, [row], read, lambda _, offset, data: write(offset, data))
 
 
-def encode_stripe(layout: Layout, stripe: int, read: Read, write: Write) -> None:
+def encode_stripe(layout: StripeLayout, stripe: int, read: Read, write: Write) -> None:
     """Compute the parity of one stripe, for all who store it: `write(member, offset in its parity, data)`.
 
     A way to move less where parity is more than one: all rows cost one reading of the stripe. If the member at
@@ -126,7 +126,9 @@ def encode_stripe(layout: Layout, stripe: int, read: Read, write: Write) -> None
     _encode_rows(layout, _coder(layout), stripe, range(layout.parity), read, write)
 
 
-def _encode_rows(layout: Layout, coder: _Coder, stripe: int, rows: Sequence[int], read: Read, write: Write) -> None:
+def _encode_rows(
+    layout: StripeLayout, coder: _Coder, stripe: int, rows: Sequence[int], read: Read, write: Write
+) -> None:
     for start, nbytes in layout.slices():
         sources = {piece: _piece(layout, stripe, piece, start, nbytes, read) for piece in range(layout.data)}
         found = coder.solve(sources, [layout.data + row for row in rows])
@@ -134,7 +136,7 @@ def _encode_rows(layout: Layout, coder: _Coder, stripe: int, rows: Sequence[int]
             write(layout.holder(stripe, row), row * layout.chunk_bytes + start, data[:nbytes])
 
 
-def rebuild(layout: Layout, lost: Collection[int], read: Read, read_parity: Read, write: Write) -> None:
+def rebuild(layout: StripeLayout, lost: Collection[int], read: Read, read_parity: Read, write: Write) -> None:
     """Compute the shards of the lost members: `write(member, offset, data)`, every byte once.
 
     In the order of the bytes if one is lost, in no order otherwise. Reads the survivors' part of each stripe that lost
@@ -158,7 +160,7 @@ def rebuild(layout: Layout, lost: Collection[int], read: Read, read_parity: Read
 
 
 def _rebuild_stripe(
-    layout: Layout, coder: _Coder, stripe: int, gone: Collection[int], read: Read, read_parity: Read, write: Write
+    layout: StripeLayout, coder: _Coder, stripe: int, gone: Collection[int], read: Read, read_parity: Read, write: Write
 ) -> None:
     rows = [row for row in range(layout.parity) if layout.holder(stripe, row) not in gone]
     for start, nbytes in layout.slices():
@@ -175,7 +177,7 @@ def _rebuild_stripe(
             write(part.member, part.offset, data[: part.nbytes])
 
 
-def _check(layout: Layout, positions: Sequence[int]) -> None:
+def _check(layout: StripeLayout, positions: Sequence[int]) -> None:
     if outside := [position for position in positions if not 0 <= position < layout.members]:
         raise ConfigError(f"a set of {layout.members} has no member at {outside[0]}", position=outside[0])
 
@@ -195,7 +197,7 @@ class _Part(NamedTuple):
         return self.nbytes
 
 
-def _piece(layout: Layout, stripe: int, piece: int, start: int, nbytes: int, read: Read) -> _Part:
+def _piece(layout: StripeLayout, stripe: int, piece: int, start: int, nbytes: int, read: Read) -> _Part:
     member, offset = layout.owner(stripe, piece), piece * layout.chunk_bytes + start
     return _Part(read, member, offset, max(0, min(nbytes, layout.lengths[member] - offset)))
 
@@ -207,7 +209,7 @@ class _Coder(Protocol):
         """From as many pieces as there are of data make others, each a whole slice, valid until the next one."""
 
 
-def _coder(layout: Layout) -> _Coder:
+def _coder(layout: StripeLayout) -> _Coder:
     if layout.parity == 1:
         return _Xor(layout.slice_bytes)
     return _ReedSolomon(layout.data, layout.parity, layout.slice_bytes)

@@ -57,7 +57,7 @@ def keep_parity(paths: RunPaths, id: CheckpointId, rank: int, losses: int, shard
     """
     members = tuple(sorted(shards))
     readers = [Logical(record.files, fill, f"rank {member}") for member, (_, record, fill) in sorted(shards.items())]
-    layout = erasure.Layout(tuple(reader.nbytes for reader in readers), losses)
+    layout = erasure.StripeLayout(tuple(reader.nbytes for reader in readers), losses)
     directory = paths.checkpoint(id)
     for member, (data, _, _) in shards.items():
         if member != rank:
@@ -101,7 +101,7 @@ def rebuild(
     shards:  of the other members, by position; `rows`: their parity
     """
     data, record = wanted
-    layout = erasure.Layout(parity.lengths, parity.losses)
+    layout = erasure.StripeLayout(parity.lengths, parity.losses)
     readers = {at: Logical(part.files, fill, f"rank {parity.members[at]}") for at, (_, part, fill) in shards.items()}
     parities = {at: Logical([row.file], fill, f"parity of rank {row.rank}") for at, (row, fill) in rows.items()}
     position = parity.members.index(record.owner.rank)

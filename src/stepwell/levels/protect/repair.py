@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from stepwell.errors import DamagedError, PeerError
 from stepwell.levels import cached
-from stepwell.levels.inventory import HeldParity, Inventory, Loss, Node, Place
+from stepwell.levels.inventory import HeldNode, HeldParity, Inventory, Loss, Place
 from stepwell.levels.protect.copies import Fill, Reader, fetch_record
 from stepwell.levels.protect.parity import Shard, find_parity, rebuild, record_copy
 from stepwell.levels.protect.protection import near_fill, near_shard
@@ -24,7 +24,7 @@ from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
 
-def tell(paths: RunPaths, id: CheckpointId, run: str) -> Node:
+def tell(paths: RunPaths, id: CheckpointId, run: str) -> HeldNode:
     """What this node holds of a checkpoint."""
     parity = []
     for name in files.list_names(paths.checkpoint(id)):
@@ -35,11 +35,11 @@ def tell(paths: RunPaths, id: CheckpointId, run: str) -> Node:
                     digests = tuple(record.digest for record in found.records)
                     nbytes = len(found.dump())
                     parity.append(HeldParity(found.rank, found.members, found.losses, found.lengths, digests, nbytes))
-    return Node(cached.held(paths, id, run), parity)
+    return HeldNode(cached.held(paths, id, run), parity)
 
 
 @dataclass(frozen=True)
-class Reach:
+class RepairReach:
     """The way to what any node holds of one checkpoint. `peer`: who reads on a node, by its name."""
 
     paths: RunPaths
@@ -81,7 +81,7 @@ class Reach:
         return fill
 
 
-def remake(paths: RunPaths, id: CheckpointId, run: str, found: Inventory, loss: Loss, reach: Reach) -> None:
+def remake(paths: RunPaths, id: CheckpointId, run: str, found: Inventory, loss: Loss, reach: RepairReach) -> None:
     """Hold a lost rank's shard on this node. On return it is durable.
 
     Raises OSError or DamagedError; its field `place` says what is not what it should be, if one thing is.
@@ -120,7 +120,7 @@ def _doubting(place: Place) -> Iterator[None]:
         raise DamagedError(str(error), place=place) from error
 
 
-def _record(found: Inventory, loss: Loss, nbytes: int, reach: Reach) -> tuple[bytes, Record]:
+def _record(found: Inventory, loss: Loss, nbytes: int, reach: RepairReach) -> tuple[bytes, Record]:
     """The lost rank's record, of which every node of its set has a copy."""
     parity, errors = loss.parity, []
     expected = parity.digests[parity.members.index(loss.rank)]

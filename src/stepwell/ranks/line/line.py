@@ -24,10 +24,10 @@ from typing import Any, Final
 from stepwell.errors import GroupError
 from stepwell.ranks.groups.group import Group, name_ranks
 from stepwell.ranks.line.line_connection import Wire
-from stepwell.ranks.line.line_door import Door
+from stepwell.ranks.line.line_door import LineDoor
 from stepwell.ranks.line.line_frame import ALL, Message, encode
 from stepwell.ranks.line.line_hub import CLOSE_SECONDS, TICK_SECONDS, Hub, Letter
-from stepwell.ranks.line.line_meeting import Place, call, listen
+from stepwell.ranks.line.line_meeting import LineAddress, call, listen
 from stepwell.ranks.line.line_tree import Tree, parents
 
 _OPEN_SECONDS: Final = 60.0
@@ -78,11 +78,11 @@ class Line:
             self._listener, place = listen(is_for_node=group.nodes == 1 or not group.is_leader)
             mine = place.to_plain() if group.is_leader else place.port
         told = group.all_gather(mine, f"{_OPENING}: who listens where", seconds)
-        top = Place.from_plain(told[0])
+        top = LineAddress.from_plain(told[0])
         all_here = threading.Event()
         selector = hub.start()
         if self._listener is not None:
-            hub.listen(Door(selector, self._listener, top.terms(self._key), tree.children), all_here.set)
+            hub.listen(LineDoor(selector, self._listener, top.terms(self._key), tree.children), all_here.set)
         self._start(hub)
         trouble: dict[str, str] = {}
         if tree.parent is not None:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
-from stepwell.ranks.line.line_frame import GOODBYE, LENGTH, MAX_BYTES, Frame, decode
+from stepwell.ranks.line.line_frame import GOODBYE, LENGTH, MAX_BYTES, LineFrame, decode
 from stepwell.ranks.wire.seal import TAG_BYTES, Seals, digest_of
 
 _READ_BYTES: Final = 1 << 20
@@ -51,12 +51,12 @@ class Wire:
         self.is_leaving = False
         self._seals = seals
         self._inbox = bytearray()
-        self._frames: deque[Frame] = deque()
+        self._frames: deque[LineFrame] = deque()
         self._outbox: deque[memoryview] = deque()
         self._waiting_bytes = 0
         self._moved = time.monotonic()
 
-    def push(self, frame: Frame) -> None:
+    def push(self, frame: LineFrame) -> None:
         """Put a frame in line behind those that wait; nowhere after a goodbye."""
         if self.is_leaving:
             return
@@ -86,7 +86,7 @@ class Wire:
             sent -= min(sent, len(first))
         return not self._outbox and not self._frames
 
-    def receive(self) -> Iterator[Frame]:
+    def receive(self) -> Iterator[LineFrame]:
         """What has arrived, frame by frame. Raises OSError at the end of the stream, ValueError for nonsense, and
         DamagedError for what the other end has not sent.
         """
@@ -100,7 +100,7 @@ class Wire:
         while not self.has_left and (frame := self._next()) is not None:
             yield frame
 
-    def _next(self) -> Frame | None:
+    def _next(self) -> LineFrame | None:
         if len(self._inbox) < LENGTH.size:
             return None
         (length,) = LENGTH.unpack_from(self._inbox)

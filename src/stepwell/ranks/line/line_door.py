@@ -23,7 +23,7 @@ _LEAST_GUESTS: Final = 16
 """Callers that have proved nothing yet, or twice the ranks that may call: the oldest has to go when one more comes."""
 
 
-class Door:
+class LineDoor:
     """Of one rank. Registers with `selector`: the listener with itself as data, callers with their guest."""
 
     def __init__(

@@ -39,7 +39,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Frame:
+class LineFrame:
     """One frame for any number of wires: its bytes, and the digest of its body. Each wire adds a tag of its own."""
 
     kind: Kind
@@ -55,11 +55,11 @@ class Frame:
         return found
 
 
-GOODBYE: Final = Frame(Kind.LEFT, ALL, LENGTH.pack(0), digest_of(b""))
+GOODBYE: Final = LineFrame(Kind.LEFT, ALL, LENGTH.pack(0), digest_of(b""))
 """Ends the connection on purpose: who reads it has not lost anybody. Has no body."""
 
 
-def encode(message: Message, rank: int) -> Frame:
+def encode(message: Message, rank: int) -> LineFrame:
     """One message from or for `rank`. Raises GroupError if it is too long."""
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > MAX_BYTES - _HEAD.size:
@@ -69,19 +69,19 @@ def encode(message: Message, rank: int) -> Frame:
     return _frame(Kind.MESSAGE, rank, body)
 
 
-def word(kind: Kind, rank: int) -> Frame:
+def word(kind: Kind, rank: int) -> LineFrame:
     """That a rank is lost or has left."""
     return _frame(kind, rank, b"")
 
 
-def decode(data: bytes, digest: bytes) -> Frame:
+def decode(data: bytes, digest: bytes) -> LineFrame:
     """What arrived, with its tag already checked. Raises ValueError for nonsense."""
     if len(data) < LENGTH.size + _HEAD.size:
         raise ValueError(f"a frame of {len(data)} bytes, less than its head")
     kind, rank = _HEAD.unpack_from(data, LENGTH.size)
-    return Frame(Kind(kind), rank, data, digest)
+    return LineFrame(Kind(kind), rank, data, digest)
 
 
-def _frame(kind: Kind, rank: int, body: bytes) -> Frame:
+def _frame(kind: Kind, rank: int, body: bytes) -> LineFrame:
     data = LENGTH.pack(_HEAD.size + len(body)) + _HEAD.pack(kind, rank) + body
-    return Frame(kind, rank, data, digest_of(memoryview(data)[LENGTH.size :]))
+    return LineFrame(kind, rank, data, digest_of(memoryview(data)[LENGTH.size :]))

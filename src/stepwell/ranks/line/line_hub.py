@@ -21,8 +21,8 @@ from typing import Final
 from stepwell.errors import DamagedError, GroupError
 from stepwell.events.run_events import logger
 from stepwell.ranks.line.line_connection import Wire
-from stepwell.ranks.line.line_door import Door
-from stepwell.ranks.line.line_frame import ALL, GOODBYE, Frame, Kind, Message, word
+from stepwell.ranks.line.line_door import LineDoor
+from stepwell.ranks.line.line_frame import ALL, GOODBYE, Kind, LineFrame, Message, word
 from stepwell.ranks.line.line_tree import Tree
 from stepwell.ranks.wire.greeting import Guest
 
@@ -37,7 +37,7 @@ _CLOSING_TICK_SECONDS: Final = 0.005
 class Letter:
     """What is to be sent: made and routed on the line's thread."""
 
-    make: Callable[[], Frame]
+    make: Callable[[], LineFrame]
     on_refused: Callable[[GroupError], None]
 
 
@@ -50,7 +50,7 @@ class Hub:
         self.selector: selectors.BaseSelector | None = None
         self.bell = -1
         self._on_message, self._on_lost = on_message, on_lost
-        self._door: Door | None = None
+        self._door: LineDoor | None = None
         self._on_all_here: Callable[[], None] = lambda: None
         self._unsent: set[int] = set()
         self._gone: set[int] = set()
@@ -67,7 +67,7 @@ class Hub:
         self.selector.register(self.bell, selectors.EVENT_READ)
         return self.selector
 
-    def listen(self, door: Door, on_all_here: Callable[[], None]) -> None:
+    def listen(self, door: LineDoor, on_all_here: Callable[[], None]) -> None:
         """Let those below call; tell when all have, and listen no more."""
         self._door, self._on_all_here = door, on_all_here
         door.open()
@@ -83,7 +83,7 @@ class Hub:
                 self._read(key.data)
             elif isinstance(key.data, Guest):
                 self._admit([self._door.hear(key.data, self.wires)] if self._door else [])
-            elif isinstance(key.data, Door):
+            elif isinstance(key.data, LineDoor):
                 is_called = True
             else:
                 os.eventfd_read(self.bell)
@@ -177,7 +177,7 @@ class Hub:
         if wire.has_left:
             self._part(wire)
 
-    def _take_from_above(self, frame: Frame) -> None:
+    def _take_from_above(self, frame: LineFrame) -> None:
         if frame.kind == Kind.LOST:
             self._be_cut_off(frame.rank)
             return
@@ -190,12 +190,12 @@ class Hub:
             raise ValueError(f"a message for rank {frame.rank} came to rank {self.tree.rank}")
         self._tell(self._on_message, 0, frame.message())
 
-    def _pass_up(self, wire: Wire, frame: Frame) -> None:
+    def _pass_up(self, wire: Wire, frame: LineFrame) -> None:
         if frame.kind != Kind.MESSAGE or frame.rank != wire.rank:
             raise ValueError(f"rank {wire.rank} speaks for rank {frame.rank}")
         self._push([self.tree.parent], frame)
 
-    def _take_at_the_top(self, wire: Wire, frame: Frame) -> None:
+    def _take_at_the_top(self, wire: Wire, frame: LineFrame) -> None:
         rank = frame.rank
         if rank not in self.tree.behind(wire.rank):
             raise ValueError(f"rank {wire.rank} speaks for rank {rank}, which is not of its node")
@@ -286,7 +286,7 @@ class Hub:
 
     # What goes out
 
-    def _push(self, ranks: Iterable[int | None], frame: Frame) -> None:
+    def _push(self, ranks: Iterable[int | None], frame: LineFrame) -> None:
         """What is for a rank that is gone goes nowhere."""
         for rank in ranks:
             if rank in self.wires:

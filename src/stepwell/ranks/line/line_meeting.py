@@ -29,7 +29,7 @@ _BACKLOG: Final = 1024
 
 
 @dataclass(frozen=True)
-class Place:
+class LineAddress:
     """Where a rank listens, and the number of this start: ranks of another start of the run are not let in."""
 
     addresses: list[str]
@@ -41,20 +41,20 @@ class Place:
         return {"addresses": self.addresses, "port": self.port, "start": self.start}
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Place:
+    def from_plain(cls, plain: dict[str, Any]) -> LineAddress:
         """What `to_plain` gave."""
         return cls(plain["addresses"], plain["port"], plain["start"])
 
-    def beside(self, port: int) -> Place:
+    def beside(self, port: int) -> LineAddress:
         """Where the first rank of this node listens, in the same start. The ranks of a node share its loopback."""
-        return Place([_HERE], port, self.start)
+        return LineAddress([_HERE], port, self.start)
 
     def terms(self, key: bytes) -> Terms:
         """For who has the run's key."""
         return Terms(derive(key, "line"), "line/3", self.start, _RANK.size)
 
 
-def listen(*, is_for_node: bool) -> tuple[socket.socket, Place]:
+def listen(*, is_for_node: bool) -> tuple[socket.socket, LineAddress]:
     """Listen on a free port: for this machine only if all that call are on it."""
     if is_for_node:
         listener = socket.create_server((_HERE, 0), backlog=_BACKLOG)
@@ -65,7 +65,7 @@ def listen(*, is_for_node: bool) -> tuple[socket.socket, Place]:
         listener = socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=has_both)
         addresses = _own_addresses()
     listener.setblocking(False)
-    return listener, Place(addresses, listener.getsockname()[1], os.urandom(16).hex())
+    return listener, LineAddress(addresses, listener.getsockname()[1], os.urandom(16).hex())
 
 
 def receive_guest(sock: socket.socket, terms: Terms) -> Guest:
@@ -80,7 +80,7 @@ def rank_of(guest: Guest) -> int:
     return rank
 
 
-def call(place: Place, key: bytes, rank: int, deadline: float) -> tuple[socket.socket, Seals]:
+def call(place: LineAddress, key: bytes, rank: int, deadline: float) -> tuple[socket.socket, Seals]:
     """Connect, at whichever address it can be reached. Blocks; raises OSError when the time is over."""
     while True:
         errors = []

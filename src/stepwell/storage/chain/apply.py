@@ -20,10 +20,10 @@ from typing import Final, Protocol
 import numpy as np
 
 from stepwell.storage.chain.apply_threads import Crew
-from stepwell.storage.codecs.assignment import Part
+from stepwell.storage.codecs.assignment import CodedPart
 from stepwell.storage.codecs.floats import Bytes, Floats
-from stepwell.storage.codecs.quantise import STRETCH, Decoder, Room, decode, packed_nbytes
-from stepwell.storage.codecs.tables import Table
+from stepwell.storage.codecs.quantise import STRETCH, Decoder, Scratch, decode, packed_nbytes
+from stepwell.storage.codecs.tables import QuantiserTable
 
 PIECE: Final = STRETCH
 """Entries that one thread moves on by all records, while they are in the cache."""
@@ -54,11 +54,11 @@ class Unpacked:
         self._at += len(room)
 
 
-class Record(Protocol):
+class AppliedRecord(Protocol):
     """What a record says of a part. coded: tables of the groups that have symbols. exact: values of others."""
 
     @property
-    def coded(self) -> Mapping[int, Table]: ...
+    def coded(self) -> Mapping[int, QuantiserTable]: ...
 
     @property
     def exact(self) -> Mapping[int, memoryview]: ...
@@ -83,7 +83,7 @@ Lines = list[tuple[_Piece, list[Bytes | None]]]
 """Pieces, and of each the packed symbols that records have for it."""
 
 
-def move_on(part: Part, records: Sequence[Record], state: Floats, bits: int, threads: int) -> None:
+def move_on(part: CodedPart, records: Sequence[AppliedRecord], state: Floats, bits: int, threads: int) -> None:
     """Apply records to a part. Raises DamagedError; what the state holds then is of no use."""
     tiles = list(_tiles(part, bits, _TILE_NBYTES // max(1, len(records))))
     symbols = [record.open() for record in records]
@@ -108,7 +108,7 @@ def move_on(part: Part, records: Sequence[Record], state: Floats, bits: int, thr
             _wait(moving.popleft())
 
 
-def _tiles(part: Part, bits: int, most_nbytes: int) -> Iterator[list[_Piece]]:
+def _tiles(part: CodedPart, bits: int, most_nbytes: int) -> Iterator[list[_Piece]]:
     tile: list[_Piece] = []
     nbytes = 0
     for number, slots in enumerate(part.groups()):
@@ -127,7 +127,7 @@ def _tiles(part: Part, bits: int, most_nbytes: int) -> Iterator[list[_Piece]]:
         yield tile
 
 
-def _needed(record: Record, tile: list[_Piece]) -> int:
+def _needed(record: AppliedRecord, tile: list[_Piece]) -> int:
     return sum(piece.nbytes for piece in tile if piece.group in record.coded)
 
 
@@ -138,7 +138,7 @@ def _take(source: Symbols, nbytes: int) -> Bytes:
     return room
 
 
-def _share_out(tile: list[_Piece], records: Sequence[Record], packed: Sequence[Bytes]) -> Lines:
+def _share_out(tile: list[_Piece], records: Sequence[AppliedRecord], packed: Sequence[Bytes]) -> Lines:
     at = [0] * len(records)
     lines: Lines = []
     for piece in tile:
@@ -153,7 +153,7 @@ def _share_out(tile: list[_Piece], records: Sequence[Record], packed: Sequence[B
     return lines
 
 
-def _forget(lookups: dict[int, Decoder], records: Sequence[Record], tile: list[_Piece]) -> None:
+def _forget(lookups: dict[int, Decoder], records: Sequence[AppliedRecord], tile: list[_Piece]) -> None:
     """Those of tables that neither this tile nor, as groups come in order, a later one needs."""
     groups = {piece.group for piece in tile}
     needed = {id(record.coded[group]) for record in records for group in groups if group in record.coded}
@@ -162,7 +162,7 @@ def _forget(lookups: dict[int, Decoder], records: Sequence[Record], tile: list[_
             lookups.pop(known, None)
 
 
-def _move(records: Sequence[Record], piece: _Piece, line: list[Bytes | None], state: Floats, bits: int,
+def _move(records: Sequence[AppliedRecord], piece: _Piece, line: list[Bytes | None], state: Floats, bits: int,
           lookups: dict[int, Decoder]) -> None:  # fmt: skip
     """A piece by all records, one after the other."""
     place, is_wide = state[piece.start : piece.start + piece.size], piece.size == PIECE
@@ -178,7 +178,7 @@ def _move(records: Sequence[Record], piece: _Piece, line: list[Bytes | None], st
         elif piece.group in record.exact:  # whatever came before
             due, exact = [], record.exact[piece.group][4 * piece.first : 4 * (piece.first + piece.size)]
             place[:] = np.frombuffer(exact, np.float32)
-    decode(place, due, Room(bits, is_wide=is_wide))
+    decode(place, due, Scratch(bits, is_wide=is_wide))
 
 
 def _wait(moving: list[Future[None]]) -> None:

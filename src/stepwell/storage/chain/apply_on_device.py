@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from stepwell.errors import DamagedError
-from stepwell.storage.chain.apply import Record
+from stepwell.storage.chain.apply import AppliedRecord
 from stepwell.storage.chain.apply_threads import Crew
-from stepwell.storage.codecs.assignment import Part
+from stepwell.storage.codecs.assignment import CodedPart
 from stepwell.storage.codecs.floats import Bytes, Floats
 from stepwell.storage.codecs.quantise import look_up, packed_nbytes
 from stepwell.storage.codecs.sparse import Filler, Sparse
@@ -34,7 +34,7 @@ _AHEAD_NBYTES: Final = 512 << 20
 _MOST_THREADS: Final = 8
 
 
-class Sized(Record, Protocol):
+class Sized(AppliedRecord, Protocol):
     """symbols_nbytes: of all symbols, packed."""
 
     @property
@@ -57,7 +57,9 @@ def give_back(device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
-def move_on(part: Part, records: Sequence[Sized], state: Floats, bits: int, device: torch.device, threads: int) -> None:
+def move_on(
+    part: CodedPart, records: Sequence[Sized], state: Floats, bits: int, device: torch.device, threads: int
+) -> None:
     """Apply records to a part. Raises DamagedError, or RuntimeError where the device has no room for it."""
     waiting, held = deque(records), 0
     ahead: deque[Future[Bytes | Sparse]] = deque()
@@ -101,7 +103,7 @@ def _up(found: Bytes | Sparse, device: torch.device) -> torch.Tensor:
     return packed
 
 
-def _move(part: Part, record: Sized, packed: torch.Tensor, line: torch.Tensor, bits: int) -> None:
+def _move(part: CodedPart, record: Sized, packed: torch.Tensor, line: torch.Tensor, bits: int) -> None:
     tables = list(record.coded)
     each = 8 // bits
     found = np.stack([look_up(record.coded[number], bits, each) for number in tables]) if tables else np.empty(0)

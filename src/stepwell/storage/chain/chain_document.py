@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.storage.chain.chain_record import MOST_NOTE_BYTES
-from stepwell.storage.codecs.assignment import Leaf, Part, place
+from stepwell.storage.codecs.assignment import CodedLeaf, CodedPart, place
 from stepwell.storage.codecs.codec_spec import Spec, parse
 from stepwell.storage.format import dtypes
 from stepwell.storage.format.checksum import document_digest
@@ -31,7 +31,7 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 class Document:
     """`is_external`: the base is kept elsewhere, and a reader has to be given its state."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[CodedPart, ...]
     skip: Spec
     step: int
     base: bytes
@@ -73,13 +73,13 @@ class Document:
         return cls(_parts(found), skip, fields.integer("step"), bytes.fromhex(base), fields.flag("external"))
 
 
-def manifest_digest(parts: Sequence[Part], skip: Spec) -> bytes:
+def manifest_digest(parts: Sequence[CodedPart], skip: Spec) -> bytes:
     """16 bytes."""
     text = json.dumps([skip.text, _entries(parts)], separators=(",", ":"))
     return bytes.fromhex(document_digest(text.encode()))
 
 
-def _entries(parts: Sequence[Part]) -> list[dict[str, Any]]:
+def _entries(parts: Sequence[CodedPart]) -> list[dict[str, Any]]:
     return [
         {
             "name": slot.leaf.name,
@@ -94,9 +94,9 @@ def _entries(parts: Sequence[Part]) -> list[dict[str, Any]]:
     ]
 
 
-def _entry(item: object, path: str) -> tuple[Leaf, Spec, int]:
+def _entry(item: object, path: str) -> tuple[CodedLeaf, Spec, int]:
     fields = Fields(item, path=path)
-    leaf = Leaf(fields.text("name"), fields.text("dtype"), fields.shape("shape"), fields.text("role"))
+    leaf = CodedLeaf(fields.text("name"), fields.text("dtype"), fields.shape("shape"), fields.text("role"))
     spec = _spec(fields.text("codec"), path)
     if not dtypes.is_known(leaf.dtype) or (spec.is_floats and leaf.dtype != "float32"):
         raise DamagedError(
@@ -112,8 +112,8 @@ def _spec(text: str, path: str) -> Spec:
         raise DamagedError(f"{path}: {error}", path=path, found=text) from None
 
 
-def _parts(found: Sequence[tuple[Leaf, Spec, int]]) -> tuple[Part, ...]:
-    members: dict[Spec, list[tuple[Leaf, int]]] = {}
+def _parts(found: Sequence[tuple[CodedLeaf, Spec, int]]) -> tuple[CodedPart, ...]:
+    members: dict[Spec, list[tuple[CodedLeaf, int]]] = {}
     for leaf, spec, group in found:
         members.setdefault(spec, []).append((leaf, group))
     return tuple(place(spec, [leaf for leaf, _ in own], [group for _, group in own]) for spec, own in members.items())

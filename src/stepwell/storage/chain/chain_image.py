@@ -11,17 +11,17 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from stepwell.errors import StateError
-from stepwell.storage.codecs.assignment import Part, Slot, State, as_bytes, flat
+from stepwell.storage.codecs.assignment import CodedPart, CodedSlot, State, as_bytes, flat
 from stepwell.storage.codecs.floats import AnyArray
 from stepwell.storage.codecs.signature import part_digest, signature, state_digest
 
 
-class Image:
+class ChainImage:
     """State of all parts. Constructing makes room for it, filled with zeros. `away`: digests of parts, by number, that
     there is no room for: their leaves are in no state that comes or goes. `threads`: those that take digests.
     """
 
-    def __init__(self, parts: Sequence[Part], away: Mapping[int, bytes] | None = None) -> None:
+    def __init__(self, parts: Sequence[CodedPart], away: Mapping[int, bytes] | None = None) -> None:
         self.parts, self.away, self.threads = tuple(parts), dict(away or {}), 1
         self._slots = [() if number in self.away else part.slots for number, part in enumerate(self.parts)]
         self.arrays: list[AnyArray] = [
@@ -30,7 +30,7 @@ class Image:
         ]
 
     @classmethod
-    def of(cls, parts: Sequence[Part], state: State, away: Collection[int]) -> Image:
+    def of(cls, parts: Sequence[CodedPart], state: State, away: Collection[int]) -> ChainImage:
         """A state; of some parts the digests alone, which are taken without a copy. Raises StateError."""
         values = _split(parts, [part.slots for part in parts], state)
         digests = {}
@@ -41,9 +41,9 @@ class Image:
         image.fill([[] if number in digests else line for number, line in enumerate(values)])
         return image
 
-    def without(self, numbers: Collection[int]) -> Image:
+    def without(self, numbers: Collection[int]) -> ChainImage:
         """The same with the digests alone of some parts. The other arrays are shared."""
-        image = Image(self.parts, {number: self._part_digest(number) for number in numbers})
+        image = ChainImage(self.parts, {number: self._part_digest(number) for number in numbers})
         image.arrays = [array[:0] if number in numbers else array for number, array in enumerate(self.arrays)]
         return image
 
@@ -87,7 +87,7 @@ class Image:
         return found
 
 
-def _split(parts: Sequence[Part], wanted: Sequence[Sequence[Slot]], state: State) -> list[list[AnyArray]]:
+def _split(parts: Sequence[CodedPart], wanted: Sequence[Sequence[CodedSlot]], state: State) -> list[list[AnyArray]]:
     """Values of the wanted slots of each part; the other leaves may be missing."""
     names = {slot.leaf.name for part in parts for slot in part.slots}
     needed = {slot.leaf.name for slots in wanted for slot in slots}

@@ -27,12 +27,12 @@ from stepwell.faults import crash_point
 from stepwell.storage.chain import chain_document as document
 from stepwell.storage.chain import chain_record
 from stepwell.storage.chain.chain_document import Document, manifest_digest
-from stepwell.storage.chain.chain_image import Image
+from stepwell.storage.chain.chain_image import ChainImage
 from stepwell.storage.chain.chain_record import Head, Pieces, body_digest
 from stepwell.storage.chain.replay import read_base
 from stepwell.storage.chain.section_coder import Coder, Given
 from stepwell.storage.chain.segment import BASE_NAME, Appender, list_segments, segment_name, sync_directory
-from stepwell.storage.codecs.assignment import Deltas, Leaf, Part, State, arrange
+from stepwell.storage.codecs.assignment import CodedLeaf, CodedPart, Deltas, State, arrange
 from stepwell.storage.codecs.coding_groups import Facts
 from stepwell.storage.codecs.floats import AnyArray
 from stepwell.storage.store import no_follow
@@ -71,7 +71,7 @@ class ChainWriter:
         self._error, self._kept = 0.0, 1.0
 
     @classmethod
-    def start(cls, directory: Path, leaves: Sequence[Leaf], state: State, *, step: int, deltas: Deltas,
+    def start(cls, directory: Path, leaves: Sequence[CodedLeaf], state: State, *, step: int, deltas: Deltas,
               base: Callable[[], State] | None = None, elsewhere: Collection[int] = ()) -> ChainWriter:  # fmt: skip
         """Make the state durable as the base of a new chain, in a directory that does not exist.
 
@@ -82,7 +82,7 @@ class ChainWriter:
             raise ConfigError("chains are written and read on little-endian machines only")
         parts = arrange(leaves, deltas)
         away = {*elsewhere, *(number for number, part in enumerate(parts) if part.is_held)}
-        image = Image.of(parts, state, away if base is not None else ())
+        image = ChainImage.of(parts, state, away if base is not None else ())
         about = Document(parts, deltas.skip, step, image.digest(), base is not None)
         no_follow.mkdir(directory)
         crash_point("chain.started")
@@ -91,10 +91,10 @@ class ChainWriter:
             image = image.without(away)
         digests = dict(image.away)
 
-        def load() -> Image:
+        def load() -> ChainImage:
             if base is None:
                 return read_base(directory, about).without(away)
-            found = Image(about.parts, digests)
+            found = ChainImage(about.parts, digests)
             found.fill(found.split(base()))
             if found.digest() != about.base:
                 raise DamagedError(
@@ -120,7 +120,7 @@ class ChainWriter:
             self._segment.close()
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[CodedPart, ...]:
         """What a record has sections of."""
         return self._document.parts
 
@@ -210,7 +210,7 @@ class ChainWriter:
         return {name: value.copy() for name, value in self._coder.image.leaves().items()}
 
 
-def _write_base(directory: Path, about: Document, image: Image) -> None:
+def _write_base(directory: Path, about: Document, image: ChainImage) -> None:
     body = chain_record.join([[array.tobytes()] for array in image.arrays])
     head = Head(chain_record.BASE, 0, len(image.arrays), 0, about.step, 0, manifest_digest(about.parts, about.skip),
                 bytes(16), about.base, sum(map(len, body)), body_digest(*body))  # fmt: skip

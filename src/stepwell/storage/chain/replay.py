@@ -21,9 +21,9 @@ from stepwell.errors import ConfigError, DamagedError
 from stepwell.storage.chain import chain_document, chain_record
 from stepwell.storage.chain.apply_threads import Ahead, Crew, all_threads
 from stepwell.storage.chain.chain_document import Document
-from stepwell.storage.chain.chain_image import Image
+from stepwell.storage.chain.chain_image import ChainImage
 from stepwell.storage.chain.chain_record import HEAD_NBYTES, Head
-from stepwell.storage.chain.segment import BASE_NAME, Found, list_segments, read_records
+from stepwell.storage.chain.segment import BASE_NAME, SegmentRecord, list_segments, read_records
 from stepwell.storage.codecs.floats import AnyArray
 from stepwell.storage.codecs.parts import Memory, Move, apply, read
 from stepwell.storage.store import no_follow
@@ -64,7 +64,7 @@ class Restored:
 
 @dataclass
 class _Attempt:
-    image: Image
+    image: ChainImage
     number: int
     step: int
     digest: bytes
@@ -85,7 +85,7 @@ def read_document(directory: Path) -> Document:
     return Document.load(data, path=str(path))
 
 
-def read_base(directory: Path, about: Document) -> Image:
+def read_base(directory: Path, about: Document) -> ChainImage:
     """The exact base, checked. Raises DamagedError."""
     path = directory / BASE_NAME
     expected = HEAD_NBYTES + 8 * len(about.parts) + about.nbytes
@@ -98,7 +98,7 @@ def read_base(directory: Path, about: Document) -> Image:
     (found,) = list(read_records(path, about.most_record_nbytes))
     if found.head.kind != chain_record.BASE or found.head.manifest != about.manifest:
         raise DamagedError(f"{path}: not the base of this chain", path=str(path))
-    image = Image(about.parts)
+    image = ChainImage(about.parts)
     for array, section in zip(image.arrays, chain_record.cut(found.body, len(about.parts)), strict=True):
         if len(section) != array.nbytes:
             raise DamagedError(f"{path}: a part has {len(section)} bytes, not {array.nbytes}", path=str(path))
@@ -134,15 +134,15 @@ def restore(directory: Path, *, base: Fill | None = None, until: int | None = No
     return _result(about, _Attempt(load(), 0, about.step, about.base, 0), problems)
 
 
-def _loader(directory: Path, about: Document, base: Fill | None) -> Callable[[], Image]:
+def _loader(directory: Path, about: Document, base: Fill | None) -> Callable[[], ChainImage]:
     """What gives the base, checked. Only one state is in memory: what was given before is of no use then."""
     held = [number for number, part in enumerate(about.parts) if part.is_held]  # no record changes these
-    room: list[Image] = []
+    room: list[ChainImage] = []
 
-    def load() -> Image:
+    def load() -> ChainImage:
         if base is None:
             return read_base(directory, about)
-        image = room[0] if room else Image(about.parts)
+        image = room[0] if room else ChainImage(about.parts)
         room[:] = [image]
         image.threads = all_threads() if about.nbytes >= _LARGE_NBYTES else 1
         image.away.clear()
@@ -154,7 +154,7 @@ def _loader(directory: Path, about: Document, base: Fill | None) -> Callable[[],
     return load
 
 
-def _replay(about: Document, path: Path, first: int, load: Callable[[], Image], until: int | None,
+def _replay(about: Document, path: Path, first: int, load: Callable[[], ChainImage], until: int | None,
             device: torch.device | None) -> _Attempt:  # fmt: skip
     """As far as one segment goes.
 
@@ -190,7 +190,7 @@ class _Batch:
     def is_full(self) -> bool:
         return len(self._moves) >= _MOST_BATCH or self._nbytes >= _MOST_BATCH_BYTES
 
-    def add(self, found: Found) -> bytes:
+    def add(self, found: SegmentRecord) -> bytes:
         """The next one. Returns its note. Raises DamagedError."""
         about, is_skip = self._about, found.head.kind == chain_record.SKIP
         *sections, note = chain_record.cut(found.body, found.head.parts + 1)
@@ -204,7 +204,7 @@ class _Batch:
             self._memories = [Memory() for _ in about.parts]
         return noted
 
-    def apply(self, image: Image) -> None:
+    def apply(self, image: ChainImage) -> None:
         """Raises DamagedError; what the image holds then is of no use."""
 
         def work(number: int) -> None:
@@ -233,8 +233,8 @@ def _give_back(device: torch.device) -> None:
     give_back(device)
 
 
-def _advance(about: Document, path: Path, first: int, image: Image, records: Iterable[Found], until: int | None,
-             check_each: bool, device: torch.device | None) -> _Attempt:  # fmt: skip
+def _advance(about: Document, path: Path, first: int, image: ChainImage, records: Iterable[SegmentRecord],
+             until: int | None, check_each: bool, device: torch.device | None) -> _Attempt:  # fmt: skip
     done, at = _Attempt(image, 0, about.step, about.base, 0), _Attempt(image, 0, about.step, about.base, 0)
     batch, expected = _Batch(about, device), first
 
@@ -290,7 +290,7 @@ def _check_place(about: Document, head: Head, expected: int, done: _Attempt, pat
         raise DamagedError(f"{path}: it is for another state than the one before it", path=path)
 
 
-def _check(image: Image, expected: bytes, path: str) -> None:
+def _check(image: ChainImage, expected: bytes, path: str) -> None:
     found = image.digest()
     if found != expected:
         raise DamagedError(

@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stepwell.errors import ConfigError
-from stepwell.storage.chain.chain_image import Image
+from stepwell.storage.chain.chain_image import ChainImage
 from stepwell.storage.chain.chain_record import Pieces
-from stepwell.storage.codecs.assignment import Deltas, Part
+from stepwell.storage.codecs.assignment import CodedPart, Deltas
 from stepwell.storage.codecs.coding_groups import Coded, Facts
 from stepwell.storage.codecs.floats import AnyArray
 from stepwell.storage.codecs.parts import Memory, code, seal
@@ -41,7 +41,7 @@ class Coder:
     """Constructing samples the base, which the image holds."""
 
     def __init__(
-        self, image: Image, deltas: Deltas, load_base: Callable[[], Image], elsewhere: Collection[int]
+        self, image: ChainImage, deltas: Deltas, load_base: Callable[[], ChainImage], elsewhere: Collection[int]
     ) -> None:
         self.image, self._deltas, self._load_base = image, deltas, load_base
         self._elsewhere = frozenset(elsewhere)
@@ -73,7 +73,7 @@ class Coder:
         return sections, total
 
     def _code(
-        self, number: int, part: Part, values: Sequence[AnyArray], given: Given | None, is_skip: bool
+        self, number: int, part: CodedPart, values: Sequence[AnyArray], given: Given | None, is_skip: bool
     ) -> tuple[Pieces, Facts]:
         memory, reuse = self.memories[number], self._deltas.reuse_tables and not is_skip
         dictionary_bytes = 0 if is_skip else self._deltas.dictionary_bytes
@@ -111,7 +111,7 @@ def sample_stride(entries: int) -> int:
     return max(1, entries // _MOST_SAMPLES)
 
 
-def _samples(image: Image) -> list[_Sample]:
+def _samples(image: ChainImage) -> list[_Sample]:
     """Of every leaf that is quantised here."""
     own = [number for number, part in enumerate(image.parts) if part.spec.is_delta and number not in image.away]
     stride = sample_stride(sum(image.parts[number].size for number in own))

@@ -105,14 +105,14 @@ def sync_directory(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class SegmentRecord:
     """A record as it lies in a file; its body has the checksum that its head says."""
 
     head: Head
     body: memoryview
 
 
-def read_records(path: Path, most_nbytes: int) -> Generator[Found]:
+def read_records(path: Path, most_nbytes: int) -> Generator[SegmentRecord]:
     """The records of a file in order, each of at most so many bytes. Raises DamagedError at the first that is not
     whole, with `torn` in its fields: whether nothing follows it, as after a crash.
     """
@@ -147,7 +147,7 @@ def read_records(path: Path, most_nbytes: int) -> Generator[Found]:
             if body_digest(body) != head.body_digest:
                 torn = not left and _was_grown(body, start)
                 raise DamagedError(f"{name}: record {head.number} does not have its checksum", path=name, torn=torn)
-            yield Found(head, body)
+            yield SegmentRecord(head, body)
 
 
 def _was_grown(body: memoryview, start: int) -> bool:

@@ -16,7 +16,7 @@ from typing import Final, Literal
 import numpy as np
 
 from stepwell.errors import ConfigError, StateError
-from stepwell.storage.codecs.codec_spec import LC, Hold, Raw, Spec, Ternary, Top, Uniform, Xor
+from stepwell.storage.codecs.codec_spec import LC, Hold, Raw, Spec, Ternary, Top, Uniform, XorCodec
 from stepwell.storage.codecs.floats import AnyArray, Bytes
 from stepwell.storage.format import dtypes
 
@@ -26,7 +26,7 @@ _INEXACT: Final = frozenset({"float16", "bfloat16", "float64"})
 
 
 @dataclass(frozen=True)
-class Leaf:
+class CodedLeaf:
     """One tensor: torch's name of its element type, and its role as in a shard's record."""
 
     name: str
@@ -105,20 +105,20 @@ class Deltas:
 
 
 @dataclass(frozen=True)
-class Slot:
+class CodedSlot:
     """A leaf's place in its part: from entry `start` on, in the part's groups number `group`."""
 
-    leaf: Leaf
+    leaf: CodedLeaf
     start: int
     group: int
 
 
 @dataclass(frozen=True)
-class Part:
+class CodedPart:
     """All leaves of one codec. A part of floats counts in entries, a part of bytes in bytes."""
 
     spec: Spec
-    slots: tuple[Slot, ...]
+    slots: tuple[CodedSlot, ...]
 
     @property
     def is_floats(self) -> bool:
@@ -136,45 +136,45 @@ class Part:
         last = self.slots[-1]
         return last.start + (last.leaf.count if self.is_floats else last.leaf.nbytes)
 
-    def groups(self) -> list[list[Slot]]:
+    def groups(self) -> list[list[CodedSlot]]:
         """Slots that share a table, in their order."""
-        found: dict[int, list[Slot]] = {}
+        found: dict[int, list[CodedSlot]] = {}
         for slot in self.slots:
             found.setdefault(slot.group, []).append(slot)
         return list(found.values())
 
-    def for_skip(self, skip: Spec) -> Part:
+    def for_skip(self, skip: Spec) -> CodedPart:
         """The same part as a skip record codes it. Its leaves keep their places."""
         return replace(self, spec=skip) if self.spec.is_delta else self
 
 
-def choose(leaf: Leaf, deltas: Deltas) -> Spec:
+def choose(leaf: CodedLeaf, deltas: Deltas) -> Spec:
     """The codec of one leaf."""
     if leaf.role == "parameter":
         if leaf.dtype == "float32":
             is_small = leaf.count < deltas.small_below and deltas.small == "exact"
             return Raw() if is_small and deltas.parameters.is_delta else deltas.parameters
         # Wider or narrower floats: a state in bfloat16 would swallow small steps. What XOR leaves is exact.
-        return Xor() if leaf.dtype in _INEXACT else Raw()
+        return XorCodec() if leaf.dtype in _INEXACT else Raw()
     spec = {"moment1": deltas.first_moments, "moment2": deltas.second_moments}.get(leaf.role, Raw())
     if leaf.dtype == "float32" or (isinstance(spec, Hold) and leaf.dtype in _INEXACT):
         return spec
-    return Raw() if spec == Raw() or leaf.dtype not in _INEXACT else Xor()
+    return Raw() if spec == Raw() or leaf.dtype not in _INEXACT else XorCodec()
 
 
-def arrange(leaves: Sequence[Leaf], deltas: Deltas) -> tuple[Part, ...]:
+def arrange(leaves: Sequence[CodedLeaf], deltas: Deltas) -> tuple[CodedPart, ...]:
     """Parts in the order their codecs first occur. Raises ConfigError or StateError."""
     if len({leaf.name for leaf in leaves}) != len(leaves):
         raise ConfigError("two leaves share a name; a tied tensor is one leaf")
     if unknown := [leaf for leaf in leaves if not dtypes.is_known(leaf.dtype)]:
         raise StateError(f"leaf {unknown[0].name!r} has unknown element type {unknown[0].dtype!r}")
-    by_spec: dict[Spec, list[Leaf]] = {}
+    by_spec: dict[Spec, list[CodedLeaf]] = {}
     for leaf in leaves:
         by_spec.setdefault(choose(leaf, deltas), []).append(leaf)
     return tuple(_part(spec, members, deltas) for spec, members in by_spec.items())
 
 
-def _part(spec: Spec, leaves: list[Leaf], deltas: Deltas) -> Part:
+def _part(spec: Spec, leaves: list[CodedLeaf], deltas: Deltas) -> CodedPart:
     is_global = isinstance(spec, (LC, Ternary, Uniform)) and spec.scope == "global"
     groups = []
     for number, leaf in enumerate(leaves, 1):
@@ -183,16 +183,16 @@ def _part(spec: Spec, leaves: list[Leaf], deltas: Deltas) -> Part:
     return place(spec, leaves, groups)
 
 
-def place(spec: Spec, leaves: Sequence[Leaf], groups: Sequence[int]) -> Part:
+def place(spec: Spec, leaves: Sequence[CodedLeaf], groups: Sequence[int]) -> CodedPart:
     """A part of these leaves, one after the other."""
     slots, start = [], 0
     for leaf, group in zip(leaves, groups, strict=True):
-        slots.append(Slot(leaf, start, group))
+        slots.append(CodedSlot(leaf, start, group))
         start += leaf.count if spec.is_floats else leaf.nbytes
-    return Part(spec, tuple(slots))
+    return CodedPart(spec, tuple(slots))
 
 
-def flat(leaf: Leaf, value: AnyArray, *, is_floats: bool) -> AnyArray:
+def flat(leaf: CodedLeaf, value: AnyArray, *, is_floats: bool) -> AnyArray:
     """A leaf's values in C order, in one dimension: as float32, or as bytes. Raises StateError if they do not fit."""
     if value.nbytes != leaf.nbytes or (is_floats and value.dtype != np.float32):
         raise StateError(

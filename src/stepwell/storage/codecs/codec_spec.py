@@ -55,7 +55,7 @@ class Zstd(Spec):
 
 
 @dataclass(frozen=True)
-class Xor(Spec):
+class XorCodec(Spec):
     """Lossless difference: XOR with what readers have, then as `zstd`. For weights in bfloat16 that have no master."""
 
     name: ClassVar[str] = "xor"
@@ -142,7 +142,9 @@ class Uniform(Spec):
         _one_of(self, "scope", self.scope, ("tensor", "global"))
 
 
-REGISTRY: Final[dict[str, type[Spec]]] = {kind.name: kind for kind in (Raw, Zstd, Xor, Hold, Top, LC, Ternary, Uniform)}
+REGISTRY: Final[dict[str, type[Spec]]] = {
+    kind.name: kind for kind in (Raw, Zstd, XorCodec, Hold, Top, LC, Ternary, Uniform)
+}
 
 
 def parse(text: str) -> Spec:

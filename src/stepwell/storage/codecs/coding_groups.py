@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from stepwell.storage.codecs.assignment import Slot
+from stepwell.storage.codecs.assignment import CodedSlot
 from stepwell.storage.codecs.floats import Bytes
 from stepwell.storage.codecs.quantise import Outcome, packed_nbytes
 from stepwell.storage.codecs.sparse import Sparse
-from stepwell.storage.codecs.tables import Table
+from stepwell.storage.codecs.tables import QuantiserTable
 
 SAME, FRESH, AGAIN, EXACT = range(4)
 """Of a group: nothing changed; coded with a table that follows; with the table of the record before; as it is."""
@@ -26,10 +26,10 @@ _SHIFT: Final = 0.2
 
 
 @dataclass
-class Kept:
+class KeptGroups:
     """A group's table, how many entries it kept when it was made, and for how many records it was used."""
 
-    table: Table
+    table: QuantiserTable
     kept: int
     age: int = 0
     is_stale: bool = False
@@ -39,11 +39,11 @@ class Kept:
         """Whether the next record may use it."""
         return not self.is_stale and self.age < MOST_AGE
 
-    def used(self, outcome: Outcome, *, is_new: bool) -> Kept:
+    def used(self, outcome: Outcome, *, is_new: bool) -> KeptGroups:
         """What is kept after a record that was coded with it."""
         usual = outcome.kept if is_new else self.kept
         is_stale = abs(outcome.kept - usual) > _SHIFT * max(usual, 1) or outcome.largest >= self.table.reach
-        return Kept(self.table, usual, 0 if is_new else self.age + 1, is_stale)
+        return KeptGroups(self.table, usual, 0 if is_new else self.age + 1, is_stale)
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Coded:
     facts: Facts = field(default_factory=Facts)
     is_same: bool = True
 
-    def add(self, kind: int, table: Table | None, exact: Sequence[bytes]) -> None:
+    def add(self, kind: int, table: QuantiserTable | None, exact: Sequence[bytes]) -> None:
         """The next group; of its arguments those that its kind needs are looked at. Its symbols come apart."""
         self.is_same = self.is_same and kind == SAME
         self.heads.append(kind)
@@ -85,6 +85,6 @@ class Coded:
         self.facts.reused += kind == AGAIN
 
 
-def group_nbytes(slots: Sequence[Slot], bits: int) -> int:
+def group_nbytes(slots: Sequence[CodedSlot], bits: int) -> int:
     """Bytes of a group's packed symbols."""
     return sum(packed_nbytes(slot.leaf.count, bits) for slot in slots)

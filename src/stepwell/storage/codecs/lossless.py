@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from stepwell.errors import DamagedError
 from stepwell.storage.codecs import zstd_frames
-from stepwell.storage.codecs.assignment import Part, Slot
-from stepwell.storage.codecs.codec_spec import Raw, Top, Xor, Zstd
+from stepwell.storage.codecs.assignment import CodedPart, CodedSlot
+from stepwell.storage.codecs.codec_spec import Raw, Top, XorCodec, Zstd
 from stepwell.storage.codecs.floats import AnyArray, Bytes, Floats, Words, is_finite
 from stepwell.storage.format import dtypes
 
@@ -24,21 +24,21 @@ _CHUNK: Final = 1 << 14
 """Entries of `top` that are worked on at once, so that what is made of them stays in the cache."""
 
 
-def encode_bytes(part: Part, values: Sequence[AnyArray], state: Bytes) -> bytes:
+def encode_bytes(part: CodedPart, values: Sequence[AnyArray], state: Bytes) -> bytes:
     """Code the leaves' bytes and put them into the state."""
     places = [state[slot.start : slot.start + slot.leaf.nbytes] for slot in part.slots]
     if all(np.array_equal(value, place) for value, place in zip(values, places, strict=True)):
         return b""
     spec, pieces = part.spec, []
     for slot, value, place in zip(part.slots, values, places, strict=True):
-        changed = np.bitwise_xor(value, place) if isinstance(spec, Xor) else value
+        changed = np.bitwise_xor(value, place) if isinstance(spec, XorCodec) else value
         pieces.append(changed.tobytes() if isinstance(spec, Raw) else shuffle(changed, _width(slot)))
         place[:] = value
     data = b"".join(pieces)
-    return zstd_frames.compress(data, level=spec.level) if isinstance(spec, (Zstd, Xor)) else data
+    return zstd_frames.compress(data, level=spec.level) if isinstance(spec, (Zstd, XorCodec)) else data
 
 
-def decode_bytes(part: Part, data: memoryview, state: Bytes) -> None:
+def decode_bytes(part: CodedPart, data: memoryview, state: Bytes) -> None:
     """Put what `encode_bytes` made into the state. Raises DamagedError, and then the state is as it was."""
     if not data:
         return
@@ -50,7 +50,7 @@ def decode_bytes(part: Part, data: memoryview, state: Bytes) -> None:
         piece = np.frombuffer(content, np.uint8, slot.leaf.nbytes, slot.start)
         place = state[slot.start : slot.start + slot.leaf.nbytes]
         plain = piece if isinstance(spec, Raw) else unshuffle(piece, _width(slot))
-        place[:] = np.bitwise_xor(plain, place) if isinstance(spec, Xor) else plain
+        place[:] = np.bitwise_xor(plain, place) if isinstance(spec, XorCodec) else plain
 
 
 def shuffle(data: Bytes, width: int) -> bytes:
@@ -64,11 +64,11 @@ def unshuffle(data: Bytes, width: int) -> Bytes:
     return np.ascontiguousarray(data.reshape(width, -1).T).reshape(-1)
 
 
-def _width(slot: Slot) -> int:
+def _width(slot: CodedSlot) -> int:
     return dtypes.itemsize(slot.leaf.dtype)
 
 
-def encode_top(part: Part, values: Sequence[Floats], state: Floats) -> bytes:
+def encode_top(part: CodedPart, values: Sequence[Floats], state: Floats) -> bytes:
     """Differences of the top bits to those of the state; the state becomes the middles of what these bits leave open.
 
     The first byte says whether this is so (1), or the values are there as they are (0), because one is not finite.
@@ -99,7 +99,7 @@ def encode_top(part: Part, values: Sequence[Floats], state: Floats) -> bytes:
     return b"\1" + zstd_frames.compress(planes.data, level=1) if has_moved else b""
 
 
-def decode_top(part: Part, data: memoryview, state: Floats) -> None:
+def decode_top(part: CodedPart, data: memoryview, state: Floats) -> None:
     """Put what `encode_top` made into the state. Raises DamagedError, and then the state is as it was."""
     spec = part.spec
     assert isinstance(spec, Top)

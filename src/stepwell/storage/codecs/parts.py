@@ -23,14 +23,21 @@ from stepwell.storage.chain.apply import MOST_NBYTES, Symbols, Unpacked, move_on
 from stepwell.storage.chain.apply_threads import all_threads
 from stepwell.storage.chain.chain_record import Pieces
 from stepwell.storage.codecs import huffman, lossless, zstd_frames
-from stepwell.storage.codecs.assignment import Part, Slot
+from stepwell.storage.codecs.assignment import CodedPart, CodedSlot
 from stepwell.storage.codecs.codec_spec import LC, Spec, Top
-from stepwell.storage.codecs.coding_groups import AGAIN, EXACT, FRESH, SAME, Coded, Facts, Kept, group_nbytes
+from stepwell.storage.codecs.coding_groups import AGAIN, EXACT, FRESH, SAME, Coded, Facts, KeptGroups, group_nbytes
 from stepwell.storage.codecs.floats import AnyArray, Bytes, Floats
 from stepwell.storage.codecs.histogram import Piece, measure
 from stepwell.storage.codecs.quantise import Outcome, encode, unpack
 from stepwell.storage.codecs.sparse import LEAST_NBYTES, Filler, Sparse, marks_nbytes, thin
-from stepwell.storage.codecs.tables import Table, make_table, most_heads, read_table, stored_bits, wanted_ranges
+from stepwell.storage.codecs.tables import (
+    QuantiserTable,
+    make_table,
+    most_heads,
+    read_table,
+    stored_bits,
+    wanted_ranges,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -46,13 +53,13 @@ _SHARED_NBYTES: Final = 4 << 20
 class Memory:
     """What one record leaves for the next ones, of one part; a writer's and a reader's agree on what both use."""
 
-    tables: dict[int, Kept] = field(default_factory=dict)
+    tables: dict[int, KeptGroups] = field(default_factory=dict)
     lengths: huffman.Lengths | None = None
     dictionary: bytes = b""
     samples: list[bytes] = field(default_factory=list)
 
 
-def code(part: Part, values: Sequence[AnyArray], state: AnyArray, memory: Memory, *,
+def code(part: CodedPart, values: Sequence[AnyArray], state: AnyArray, memory: Memory, *,
          reuse: bool = False, dictionary_bytes: int = 0) -> tuple[Pieces, Facts]:  # fmt: skip
     """Bytes of a part, and the state moved on to what a reader of them has."""
     if part.is_held:
@@ -70,7 +77,7 @@ class Move:
 
     nbytes = 0
 
-    def __init__(self, part: Part, data: memoryview) -> None:
+    def __init__(self, part: CodedPart, data: memoryview) -> None:
         self._part, self._data = part, data
         if part.is_held:
             _Reader(data).end()
@@ -83,12 +90,12 @@ class Move:
             lossless.decode_bytes(self._part, self._data, state)
 
 
-def read(part: Part, data: memoryview, memory: Memory) -> Move:
+def read(part: CodedPart, data: memoryview, memory: Memory) -> Move:
     """What the section of a record says, as far as it needs those before it. Raises DamagedError."""
     return _read_deltas(part, data, memory) if part.spec.is_delta else Move(part, data)
 
 
-def apply(part: Part, moves: Sequence[Move], state: AnyArray, device: torch.device | None = None) -> None:
+def apply(part: CodedPart, moves: Sequence[Move], state: AnyArray, device: torch.device | None = None) -> None:
     """What records one after the other do to a part; if they do much, on the device. Raises DamagedError; what the
     state holds then is of no use.
     """
@@ -99,7 +106,7 @@ def apply(part: Part, moves: Sequence[Move], state: AnyArray, device: torch.devi
             move.apply(state)
 
 
-def _apply_deltas(part: Part, moves: Sequence[DeltaMove], state: Floats, device: torch.device | None) -> None:
+def _apply_deltas(part: CodedPart, moves: Sequence[DeltaMove], state: Floats, device: torch.device | None) -> None:
     bits, is_large = stored_bits(part.spec), sum(move.symbols_nbytes for move in moves) >= _SHARED_NBYTES
     if device is not None and is_large:
         from stepwell.storage.chain import apply_on_device
@@ -111,7 +118,7 @@ def _apply_deltas(part: Part, moves: Sequence[DeltaMove], state: Floats, device:
     return move_on(part, moves, state, bits, all_threads() if is_large else 1)
 
 
-def make_symbols(part: Part, values: Sequence[Floats], state: Floats, memory: Memory, reuse: bool) -> Coded:
+def make_symbols(part: CodedPart, values: Sequence[Floats], state: Floats, memory: Memory, reuse: bool) -> Coded:
     """Symbols of a part of differences, and the state moved on by them."""
     bits, coded, position = stored_bits(part.spec), Coded(), 0
     room = np.empty(group_nbytes(part.slots, bits), np.uint8)
@@ -130,7 +137,7 @@ def make_symbols(part: Part, values: Sequence[Floats], state: Floats, memory: Me
 
 
 def _code_group(
-    part: Part, number: int, pieces: list[Piece], memory: Memory, reuse: bool, out: Bytes
+    part: CodedPart, number: int, pieces: list[Piece], memory: Memory, reuse: bool, out: Bytes
 ) -> tuple[int, Outcome]:
     known = memory.tables.pop(number, None)
     is_new = known is None or not reuse or not known.is_good
@@ -138,7 +145,7 @@ def _code_group(
         found = measure(pieces, wanted_ranges(part.spec))
         if found.is_codable and found.is_empty:
             return SAME, Outcome()
-        known = Kept(make_table(part.spec, found), 0) if found.is_codable else None
+        known = KeptGroups(make_table(part.spec, found), 0) if found.is_codable else None
     outcome = encode(pieces, known.table, stored_bits(part.spec), out) if known else Outcome(is_sound=False)
     if known is None or not outcome.is_sound:
         for value, place in pieces:
@@ -148,7 +155,7 @@ def _code_group(
     return FRESH if is_new else AGAIN, outcome
 
 
-def seal(part: Part, coded: Coded, memory: Memory, *, reuse: bool, dictionary_bytes: int) -> Pieces:
+def seal(part: CodedPart, coded: Coded, memory: Memory, *, reuse: bool, dictionary_bytes: int) -> Pieces:
     """The section of a part whose symbols are made. `memory` is that of the entropy code here."""
     if coded.is_same:
         return []
@@ -166,7 +173,7 @@ def is_thinned(spec: Spec) -> bool:
     return not (isinstance(spec, LC) and spec.entropy == "huffman")
 
 
-def _shrink(part: Part, packed: Bytes, memory: Memory, reuse: bool, dictionary_bytes: int) -> tuple[int, Pieces]:
+def _shrink(part: CodedPart, packed: Bytes, memory: Memory, reuse: bool, dictionary_bytes: int) -> tuple[int, Pieces]:
     """How the symbols are coded, and the coded symbols."""
     if not is_thinned(part.spec):
         symbols = unpack(packed, stored_bits(part.spec))
@@ -202,18 +209,18 @@ class DeltaMove(Move):
     could not be coded. symbols_nbytes: of all symbols, packed.
     """
 
-    def __init__(self, coded: dict[int, Table], exact: dict[int, memoryview], open_symbols: Callable[[], Symbols],
-                 symbols_nbytes: int, nbytes: int) -> None:  # fmt: skip
+    def __init__(self, coded: dict[int, QuantiserTable], exact: dict[int, memoryview],
+                 open_symbols: Callable[[], Symbols], symbols_nbytes: int, nbytes: int) -> None:  # fmt: skip
         self.coded, self.exact, self.open = coded, exact, open_symbols
         self.symbols_nbytes, self.nbytes = symbols_nbytes, nbytes
 
 
-def _read_deltas(part: Part, data: memoryview, memory: Memory) -> DeltaMove:
+def _read_deltas(part: CodedPart, data: memoryview, memory: Memory) -> DeltaMove:
     if not data:
         return DeltaMove({}, {}, lambda: Unpacked(lambda: np.empty(0, np.uint8)), 0, 0)
     bits, reader = stored_bits(part.spec), _Reader(data)
     flags, groups = reader.take(1)[0], part.groups()
-    coded: dict[int, Table] = {}
+    coded: dict[int, QuantiserTable] = {}
     bad: list[int] = []
     position = 0
     for number, slots in enumerate(groups):
@@ -224,7 +231,7 @@ def _read_deltas(part: Part, data: memoryview, memory: Memory) -> DeltaMove:
             if not 1 <= count <= most_heads(part.spec):
                 raise DamagedError(f"a quantiser table has {count} values", found=count)
             heads = struct.unpack(f"<{count}H", reader.take(2 * count))
-            known = Kept(read_table(part.spec, heads), 0)
+            known = KeptGroups(read_table(part.spec, heads), 0)
         if kind in (FRESH, AGAIN):
             if known is None:
                 raise DamagedError("a record uses a quantiser table that no record before it has")
@@ -242,7 +249,7 @@ def _read_deltas(part: Part, data: memoryview, memory: Memory) -> DeltaMove:
     return DeltaMove(coded, exact, symbols, position, min(position, MOST_NBYTES) if is_stream else position)
 
 
-def _grow(part: Part, flags: int, data: memoryview, nbytes: int, memory: Memory) -> Callable[[], Symbols]:
+def _grow(part: CodedPart, flags: int, data: memoryview, nbytes: int, memory: Memory) -> Callable[[], Symbols]:
     """What gives the packed symbols, `nbytes` of them."""
     reader = _Reader(data)
     if flags not in _KNOWN_FLAGS:
@@ -269,12 +276,12 @@ def _grow(part: Part, flags: int, data: memoryview, nbytes: int, memory: Memory)
     if flags & DICTIONARY and not memory.dictionary:
         raise DamagedError("a record uses a dictionary that no record before it has")
     dictionary, frame = memory.dictionary if flags & DICTIONARY else b"", reader.rest()
-    return lambda: zstd_frames.Frame(frame, nbytes, dictionary=dictionary)
+    return lambda: zstd_frames.ZstdFrame(frame, nbytes, dictionary=dictionary)
 
 
 def _open_sparse(marks: memoryview, values: memoryview, nbytes: int) -> Symbols:
-    few = zstd_frames.Frame(values, zstd_frames.content_nbytes(values, nbytes))
-    return Filler(nbytes, zstd_frames.Frame(marks, marks_nbytes(nbytes)), few)
+    few = zstd_frames.ZstdFrame(values, zstd_frames.content_nbytes(values, nbytes))
+    return Filler(nbytes, zstd_frames.ZstdFrame(marks, marks_nbytes(nbytes)), few)
 
 
 def _grow_huffman(data: memoryview, nbytes: int, bits: int, lengths: huffman.Lengths) -> Bytes:
@@ -306,5 +313,5 @@ class _Reader:
             raise DamagedError(f"{len(self._data)} bytes too many in a part", found=len(self._data))
 
 
-def _place(slot: Slot, state: Floats) -> Floats:
+def _place(slot: CodedSlot, state: Floats) -> Floats:
     return state[slot.start : slot.start + slot.leaf.count]

@@ -11,7 +11,7 @@ import struct
 from dataclasses import astuple
 
 from stepwell.storage.chain.section_coder import Given
-from stepwell.storage.codecs.assignment import Part
+from stepwell.storage.codecs.assignment import CodedPart
 from stepwell.storage.codecs.coding_groups import AGAIN, EXACT, FRESH, SAME, Coded, Facts, group_nbytes
 from stepwell.storage.codecs.floats import Bytes
 from stepwell.storage.codecs.sparse import Sparse, marks_nbytes
@@ -29,7 +29,7 @@ def dump(given: Given) -> bytes:
     return b"".join([_LENGTH.pack(len(text)), text, *coded.exact])
 
 
-def load(part: Part, data: Bytes, symbols: Bytes) -> Given:
+def load(part: CodedPart, data: Bytes, symbols: Bytes) -> Given:
     """data: from `dump` on, perhaps more. symbols: of all groups, whether they are used or not; or marks and values, if
     they are sparse.
     """

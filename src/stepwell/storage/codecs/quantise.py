@@ -15,7 +15,7 @@ import numpy as np
 
 from stepwell.storage.codecs.floats import MOST_EXPONENT, AnyArray, Bytes, Floats, is_finite
 from stepwell.storage.codecs.histogram import CHUNK, Piece, chunks, difference
-from stepwell.storage.codecs.tables import Rooms, Table
+from stepwell.storage.codecs.tables import QuantiserTable, Rooms
 
 _LIMIT: Final = 2.0 ** (MOST_EXPONENT + 1 - 127)
 STRETCH: Final = 4 * CHUNK
@@ -62,7 +62,7 @@ def unpack(packed: Bytes, bits: int) -> Bytes:
     return np.ascontiguousarray(codes).reshape(-1)
 
 
-class Room:
+class Scratch:
     """Memory for what is looked up, of at most `most` entries at a time."""
 
     def __init__(self, bits: int, most: int = STRETCH, *, is_wide: bool = True) -> None:
@@ -77,12 +77,12 @@ class Decoder:
     for many symbols; else by a small one.
     """
 
-    def __init__(self, table: Table, bits: int, *, is_wide: bool = True) -> None:
+    def __init__(self, table: QuantiserTable, bits: int, *, is_wide: bool = True) -> None:
         each = _each(bits, is_wide)
         self._word = np.dtype(np.uint8 if bits * each == 8 else np.uint16)
         self._lookup: AnyArray = look_up(table, bits, each).reshape(-1).view(_WIDE[each])
 
-    def add(self, packed: Bytes, state: Floats, room: Room) -> None:
+    def add(self, packed: Bytes, state: Floats, room: Scratch) -> None:
         """Move a stretch of the state on. Overflow and NaN are for the caller to see, without a warning."""
         words = (packed if packed.size % self._word.itemsize == 0 else np.append(packed, np.uint8(0))).view(self._word)
         indices, found = room.indices[: words.size], room.found[: words.size]
@@ -91,7 +91,7 @@ class Decoder:
         np.add(state, found.view(np.float32)[: state.size], out=state)
 
 
-def look_up(table: Table, bits: int, each: int) -> Floats:
+def look_up(table: QuantiserTable, bits: int, each: int) -> Floats:
     """What every word of so many symbols adds, a row for each."""
     # Every symbol that can occur, with those of the other places in the word: the first one varies fastest.
     known = table.values[: 1 << bits]
@@ -112,12 +112,12 @@ def is_codable(high: float, low: float) -> bool:
     return high < _LIMIT and low > -_LIMIT  # NaN is neither
 
 
-def encode(pieces: Sequence[Piece], table: Table, bits: int, out: Bytes) -> Outcome:
+def encode(pieces: Sequence[Piece], table: QuantiserTable, bits: int, out: Bytes) -> Outcome:
     """Pack the symbols of a group into `out`, leaf by leaf, and move the state on.
 
     Where the outcome is not sound the state is of no use and has to be replaced by the values themselves.
     """
-    outcome, decoder, found, rooms = Outcome(), Decoder(table, bits), Room(bits, CHUNK), Rooms()
+    outcome, decoder, found, rooms = Outcome(), Decoder(table, bits), Scratch(bits, CHUNK), Rooms()
     room, codes_room = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.uint8)
     position = 0
     for values, state in chunks(pieces):
@@ -142,7 +142,7 @@ def encode(pieces: Sequence[Piece], table: Table, bits: int, out: Bytes) -> Outc
     return outcome
 
 
-def decode(state: Floats, moves: Sequence[tuple[Decoder, Bytes]], room: Room) -> None:
+def decode(state: Floats, moves: Sequence[tuple[Decoder, Bytes]], room: Scratch) -> None:
     """Add packed symbols to a stretch of a leaf: of one record after the other, while a part of it is in the cache."""
     with np.errstate(over="ignore", invalid="ignore"):
         position = 0

@@ -58,7 +58,7 @@ def thin(data: Bytes) -> Sparse | None:
     return Sparse(data.size, marks, values)
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Bytes from front to end. left: how many there are yet. Raises DamagedError."""
 
     @property
@@ -70,7 +70,7 @@ class Source(Protocol):
 class Filler:
     """The bytes again, from front to end."""
 
-    def __init__(self, nbytes: int, marks: Source, values: Source) -> None:
+    def __init__(self, nbytes: int, marks: ByteSource, values: ByteSource) -> None:
         self._left, self._marks, self._values = nbytes, marks, values
         self._begun, self._used = np.empty(0, np.uint8), 0
         """The byte of marks of which so many bits are used."""

@@ -41,7 +41,7 @@ class Rooms:
         self.floats: Floats = np.empty(CHUNK, np.float32)
 
 
-class Table(ABC):
+class QuantiserTable(ABC):
     """values: by symbol. `heads`: the numbers that are stored for them, bits of bfloat16. `reach`: differences from
     there on get no symbol that is near them; a table that meets such ones is not used again.
     """
@@ -55,7 +55,7 @@ class Table(ABC):
         """Fill `codes`, which is zero, with the symbols of finite differences."""
 
 
-class BucketTable(Table):
+class BucketTable(QuantiserTable):
     """lc: symbol i + 1 is the i-th bucket by priority."""
 
     def __init__(self, heads: tuple[int, ...], keys: tuple[int, ...] = ()) -> None:
@@ -75,7 +75,7 @@ class BucketTable(Table):
             np.bitwise_or(codes, marked, out=codes)
 
 
-class SignTable(Table):
+class SignTable(QuantiserTable):
     """ternary: 1 is plus, 2 is minus the magnitude."""
 
     def __init__(self, heads: tuple[int, ...], threshold: float = math.inf) -> None:
@@ -91,7 +91,7 @@ class SignTable(Table):
         np.bitwise_or(codes, marked, out=codes)
 
 
-class StepTable(Table):
+class StepTable(QuantiserTable):
     """uniform: the symbol is the number of steps, in two's complement."""
 
     def __init__(self, heads: tuple[int, ...]) -> None:
@@ -132,7 +132,7 @@ class Tables:
     keys: NDArray[np.int32] | None = None
     thresholds: Floats | None = None
 
-    def table(self, number: int) -> Table:
+    def table(self, number: int) -> QuantiserTable:
         heads = tuple(self.heads[number].tolist())
         if self.keys is not None:
             keys = [key for key in self.keys[number].tolist() if key]
@@ -140,7 +140,7 @@ class Tables:
         return StepTable(heads) if self.thresholds is None else SignTable(heads, float(self.thresholds[number]))
 
 
-def make_table(spec: Spec, found: Histogram) -> Table:
+def make_table(spec: Spec, found: Histogram) -> QuantiserTable:
     """The table of a group that has something to code."""
     if isinstance(spec, LC):
         keys = found.top(2**spec.bits - 1)
@@ -175,9 +175,9 @@ def step_tables(spec: Spec, exponents: Counts, counts: Counts, entries: Counts) 
     return Tables(spec, np.maximum(round_to_bf16(np.minimum(spec.step * rms, most)), _LEAST_STEP)[:, None])
 
 
-def read_table(spec: Spec, heads: tuple[int, ...]) -> Table:
+def read_table(spec: Spec, heads: tuple[int, ...]) -> QuantiserTable:
     """The table as readers have it."""
-    kinds: dict[type[Spec], Callable[[tuple[int, ...]], Table]]
+    kinds: dict[type[Spec], Callable[[tuple[int, ...]], QuantiserTable]]
     kinds = {LC: BucketTable, Ternary: SignTable, Uniform: StepTable}
     return kinds[type(spec)](heads)
 

@@ -55,7 +55,7 @@ def decompress(data: bytes | memoryview, nbytes: int, *, dictionary: bytes = b""
     return found
 
 
-class Frame:
+class ZstdFrame:
     """The content of one frame, which has to have `nbytes`, from front to end. Raises DamagedError, when made too."""
 
     def __init__(self, data: bytes | memoryview, nbytes: int, *, dictionary: bytes = b"") -> None:

@@ -15,7 +15,7 @@ from stepwell.storage.format.manifest import Manifest, Void
 from stepwell.storage.format.record import Record
 from stepwell.storage.store import files
 from stepwell.storage.store.lineage import History, read_history
-from stepwell.storage.store.objects import Facts, Location, ObjectPath
+from stepwell.storage.store.objects import Location, ObjectFacts, ObjectPath
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId
 
@@ -100,7 +100,7 @@ def judge(paths: RunPaths, id: CheckpointId, history: History) -> Entry:
         return Entry(id, path, None, str(error) if is_there else None, is_live, why_not)
 
 
-def directory_facts(path: Location) -> Facts:
+def directory_facts(path: Location) -> ObjectFacts:
     """Size of the files in a directory, and when it changed last. Raises FileNotFoundError."""
     inside = files.list_facts(path).values()
     if isinstance(path, ObjectPath):
@@ -112,7 +112,7 @@ def directory_facts(path: Location) -> Facts:
         if own is None:
             raise FileNotFoundError(f"{path}: nothing is there")
         changed = own.modified
-    return Facts(sum(found.nbytes for found in inside), changed)
+    return ObjectFacts(sum(found.nbytes for found in inside), changed)
 
 
 def _read_void(paths: RunPaths, id: CheckpointId) -> str | None:

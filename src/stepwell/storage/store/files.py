@@ -21,7 +21,7 @@ from stepwell.errors import DamagedError, StorageError
 from stepwell.faults import crash_point, file_operation
 from stepwell.storage.format.document import MAX_DOCUMENT_BYTES
 from stepwell.storage.store import no_follow, objects
-from stepwell.storage.store.objects import Facts, Location, ObjectPath
+from stepwell.storage.store.objects import Location, ObjectFacts, ObjectPath
 from stepwell.storage.store.passing_errors import intact, patiently
 
 TEMPORARY: Final = ".tmp"
@@ -155,7 +155,7 @@ def is_directory(path: Location) -> bool:
         return False
 
 
-def facts(path: Location) -> Facts | None:
+def facts(path: Location) -> ObjectFacts | None:
     """Size and time of a file, links not followed; None if it is not there. Raises OSError."""
     try:
         if isinstance(path, ObjectPath):
@@ -163,10 +163,10 @@ def facts(path: Location) -> Facts | None:
         found = patiently(path, lambda: no_follow.lstat(path))
     except FileNotFoundError:
         return None
-    return Facts(found.st_size, found.st_mtime, f"{found.st_dev}.{found.st_ino}")
+    return ObjectFacts(found.st_size, found.st_mtime, f"{found.st_dev}.{found.st_ino}")
 
 
-def list_facts(path: Location) -> dict[str, Facts]:
+def list_facts(path: Location) -> dict[str, ObjectFacts]:
     """Size and time of the files in a directory; none if it is not there."""
     if isinstance(path, ObjectPath):
         return {name: found for name, found in objects.list_facts(path).items() if found is not None}
@@ -182,7 +182,7 @@ def list_facts(path: Location) -> dict[str, Facts]:
                     stats[item.name] = item.stat(follow_symlinks=False)
     finally:
         os.close(fd)
-    return {name: Facts(s.st_size, s.st_mtime) for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
+    return {name: ObjectFacts(s.st_size, s.st_mtime) for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
 
 
 def list_names(path: Location, *, follow: bool = False) -> list[str]:

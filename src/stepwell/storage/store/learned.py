@@ -26,7 +26,7 @@ RUNNING, CLOSED, FAILED, TOLD = "running", "closed", "failed", "told to leave"
 
 
 @dataclass(frozen=True)
-class History:
+class Learned:
     """`uptime` and `failures` are of the processes before; `seconds` and `ended` of the last one.
 
     checkpoint, durable:  what a checkpoint took from training, and until its commit, in seconds
@@ -42,7 +42,7 @@ class History:
     durable: float | None = None
     measured_on: dict[str, str] = field(default_factory=dict)
 
-    def next(self) -> History:
+    def next(self) -> Learned:
         """As the next process of the run begins with it."""
         failures = self.failures + (self.ended in (RUNNING, FAILED))
         return replace(self, uptime=self.uptime + self.seconds, failures=failures, seconds=0.0, ended=RUNNING)
@@ -55,14 +55,14 @@ class History:
         return uptime / failures if failures else None
 
 
-def read_history(path: Path) -> History:
+def read_history(path: Path) -> Learned:
     """What the file holds; an empty history if there is none that can be read."""
     try:
         document = unseal(files.get(path, limit=_MAX_BYTES), path=str(path), kind=KIND)
     except (OSError, DamagedError):
-        return History()
-    values: dict[str, Any] = {key: document.get(key) for key in asdict(History())}
-    return History(**values) if _is_sound(values) else History()
+        return Learned()
+    values: dict[str, Any] = {key: document.get(key) for key in asdict(Learned())}
+    return Learned(**values) if _is_sound(values) else Learned()
 
 
 def _is_sound(values: dict[str, Any]) -> bool:
@@ -88,14 +88,14 @@ class HistoryFile:
         self._later = later
         self._fd = -1
 
-    def open(self) -> History:
+    def open(self) -> Learned:
         """Take the file over. Returns what it held. Raises OSError."""
         found = read_history(self._path)
         file_operation("open", self._path)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         return found
 
-    def update(self, history: History) -> None:
+    def update(self, history: Learned) -> None:
         """Write it down, soon."""
         if self._fd >= 0:
             data = seal({"format": KIND, **asdict(history)})

@@ -15,7 +15,7 @@ from typing import Final
 
 from stepwell.events.event_file import parts_of
 from stepwell.storage.store import files, objects
-from stepwell.storage.store.objects import Facts, ObjectPath
+from stepwell.storage.store.objects import ObjectFacts, ObjectPath
 from stepwell.storage.store.paths import RunPaths
 from stepwell.storage.store.private_directory import make_private
 
@@ -53,7 +53,7 @@ def fetch(paths: RunPaths, *, since: float = 0.0, is_reader: bool = False) -> No
             os.utime(path, (found.modified, found.modified))
 
 
-def publish(paths: RunPaths, seen: dict[str, Facts], *, is_last: bool = False) -> None:
+def publish(paths: RunPaths, seen: dict[str, ObjectFacts], *, is_last: bool = False) -> None:
     """Copy to the bucket what this rank changed since the last time, which `seen` remembers. Never raises.
 
     Events only grow, and an object cannot: they are sent again when they are an eighth more, when another file has

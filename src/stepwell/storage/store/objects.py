@@ -100,7 +100,7 @@ def is_address(text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ObjectFacts:
     """Size, time of the last change in seconds since 1970, and what is the same for two names of one file."""
 
     nbytes: int
@@ -299,27 +299,27 @@ def remove(path: ObjectPath) -> None:
         obstore.delete(_client(path.bucket), path.key)
 
 
-def list_facts(path: ObjectPath) -> dict[str, Facts | None]:
+def list_facts(path: ObjectPath) -> dict[str, ObjectFacts | None]:
     """What lies directly below a name; None for what has something below itself. Raises StorageError."""
     import obstore
 
     with _asking(path, "cannot be listed"):
         found = obstore.list_with_delimiter(_client(path.bucket), path.key or None)
-    names: dict[str, Facts | None] = {
+    names: dict[str, ObjectFacts | None] = {
         prefix.rstrip("/").rpartition("/")[2]: None for prefix in found["common_prefixes"]
     }
     for item in found["objects"]:
-        names[item["path"].rpartition("/")[2]] = Facts(item["size"], item["last_modified"].timestamp())
+        names[item["path"].rpartition("/")[2]] = ObjectFacts(item["size"], item["last_modified"].timestamp())
     return names
 
 
-def facts(path: ObjectPath) -> Facts:
+def facts(path: ObjectPath) -> ObjectFacts:
     """Size and time of an object. Raises FileNotFoundError, StorageError."""
     import obstore
 
     with _asking(path, "cannot be looked at"):
         found = obstore.head(_client(path.bucket), path.key)
-    return Facts(found["size"], found["last_modified"].timestamp())
+    return ObjectFacts(found["size"], found["last_modified"].timestamp())
 
 
 def is_directory(path: ObjectPath) -> bool:

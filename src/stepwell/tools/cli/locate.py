@@ -30,7 +30,7 @@ _MOST_SUGGESTED: Final = 5
 
 
 @dataclass(frozen=True)
-class Found:
+class Located:
     """One checkpoint: its run, its directory entry, and its manifest (readable, or it would not have been found)."""
 
     paths: RunPaths
@@ -105,7 +105,7 @@ def split(text: str, step: int | None) -> tuple[RunPaths, int | None, Checkpoint
     return find_run(text), step, None
 
 
-def locate(text: str, step: int | None = None) -> Found:
+def locate(text: str, step: int | None = None) -> Located:
     """The checkpoint a person means; of a run without a step, the one a restart would use first.
 
     Judges by manifest and record, not by the bytes of the shards. Raises ConfigError, or DamagedError for a checkpoint
@@ -134,11 +134,11 @@ def locate(text: str, step: int | None = None) -> Found:
     raise ConfigError(f"{paths.root}: this run has no checkpoint yet", path=str(paths.root))
 
 
-def _checked(paths: RunPaths, entry: catalog.Entry) -> Found:
+def _checked(paths: RunPaths, entry: catalog.Entry) -> Located:
     if entry.damage is not None:
         raise DamagedError(f"{entry.damage}; `stepwell verify {paths.root}` tells which checkpoints are whole")
     if entry.manifest is None:
         raise ConfigError(f"{entry.path}: not committed, there is no checkpoint in it")
     for rank in range(entry.manifest.world_size):
         catalog.read_record(paths, entry.manifest, rank)
-    return Found(paths, entry, entry.manifest)
+    return Located(paths, entry, entry.manifest)

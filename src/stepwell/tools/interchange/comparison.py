@@ -19,7 +19,7 @@ from stepwell.storage.format.box import Box
 from stepwell.storage.format.record import LeafEntry
 from stepwell.tools.interchange.merged import tree_of
 from stepwell.tools.interchange.numbers import Distance, distance
-from stepwell.tools.interchange.outline import Node, outline, value_text
+from stepwell.tools.interchange.outline import OutlineNode, outline, value_text
 from stepwell.tools.interchange.reading import OnBytes, Tensors
 
 _CHUNK_BYTES: Final = 1 << 20
@@ -107,7 +107,7 @@ def _entry(whole: Whole, name: str) -> LeafEntry:
     return whole.leaves[name]
 
 
-def _ties(nodes: dict[tree.Path, Node]) -> dict[tree.Path, tree.Path | None]:
+def _ties(nodes: dict[tree.Path, OutlineNode]) -> dict[tree.Path, tree.Path | None]:
     """For every tensor the first path of the same tensor, None if that is its own."""
     first: dict[str, tree.Path] = {}
     found: dict[tree.Path, tree.Path | None] = {}
@@ -122,7 +122,7 @@ def _tie(path: tree.Path | None) -> str:
     return "its own" if path is None else f"tied to {tree.show(path)}"
 
 
-def _only(path: tree.Path, x: Node | None, y: Node | None) -> list[Change]:
+def _only(path: tree.Path, x: OutlineNode | None, y: OutlineNode | None) -> list[Change]:
     """What is missing on one side. A container is told by what it holds, unless it is empty."""
     node = x if x is not None else y
     assert node is not None
@@ -133,14 +133,14 @@ def _only(path: tree.Path, x: Node | None, y: Node | None) -> list[Change]:
     return [Change(kind, tree.show(path), *((what, None) if y is None else (None, what)))]
 
 
-def _key_changes(path: tree.Path, x: Node, y: Node) -> list[Change]:
+def _key_changes(path: tree.Path, x: OutlineNode, y: OutlineNode) -> list[Change]:
     """Keys that read the same and are not: 1 and "1"."""
     shared = {key for key, _ in x.children} & {key for key, _ in y.children}
     kinds = [(key, x.key_kinds.get(key, "str"), y.key_kinds.get(key, "str")) for key in sorted(shared)]
     return [Change("kind", tree.show((*path, key)), f"key {a}", f"key {b}") for key, a, b in kinds if a != b]
 
 
-def _shape_changes(path: tree.Path, a: LeafEntry, b: LeafEntry, x: Node, y: Node) -> list[Change]:
+def _shape_changes(path: tree.Path, a: LeafEntry, b: LeafEntry, x: OutlineNode, y: OutlineNode) -> list[Change]:
     found = []
     where = tree.show(path)
     if a.dtype != b.dtype:
@@ -158,7 +158,7 @@ def _strides(entry: LeafEntry) -> str:
     return "row by row" if entry.strides is None else str(list(entry.strides))
 
 
-def _fold(changes: list[Change], nodes: dict[tree.Path, Node]) -> Iterator[Change]:
+def _fold(changes: list[Change], nodes: dict[tree.Path, OutlineNode]) -> Iterator[Change]:
     """Many values of one sequence that differ (a generator's state) are told as one change."""
     lengths = {tree.show(path): len(node.children) for path, node in nodes.items() if not node.is_keyed}
 

@@ -43,7 +43,7 @@ _NUMPY: Final = {
 
 
 @dataclass(frozen=True)
-class Node:
+class OutlineNode:
     """One place in the state.
 
     kind:      list, dict, tuple ... for a container; tensor or array for a leaf; value for the rest
@@ -55,7 +55,7 @@ class Node:
     """
 
     kind: str
-    children: list[tuple[str, Node]] = field(default_factory=list)
+    children: list[tuple[str, OutlineNode]] = field(default_factory=list)
     leaf: str | None = None
     value: Any = None
     is_keyed: bool = False
@@ -66,7 +66,7 @@ class Node:
         """Whether it may have children."""
         return self.leaf is None and self.kind != "value"
 
-    def walk(self, path: tree.Path = ()) -> Iterator[tuple[tree.Path, Node]]:
+    def walk(self, path: tree.Path = ()) -> Iterator[tuple[tree.Path, OutlineNode]]:
         """This node and all below it, in order."""
         yield path, self
         for key, child in self.children:
@@ -79,7 +79,7 @@ class Node:
                 yield where, node.leaf
 
 
-def outline(encoded: Any) -> Node:
+def outline(encoded: Any) -> OutlineNode:
     """Nodes of a typed tree. Raises DamagedError."""
     with damage_if_malformed():
         return _node(encoded, 0)
@@ -96,16 +96,16 @@ def damage_if_malformed() -> Iterator[None]:
         raise DamagedError(f"the tree of values is not valid: {error}") from error
 
 
-def _node(value: Any, depth: int) -> Node:
+def _node(value: Any, depth: int) -> OutlineNode:
     if depth > tree.MAX_DEPTH:
         raise DamagedError("the tree of values is nested too deeply")
     if isinstance(value, list):
         return _sequence("list", value, depth)
     if not isinstance(value, dict):
-        return Node("value", value=value)
+        return OutlineNode("value", value=value)
     tag, payload = tagged(value)
     if not tag.startswith("$"):
-        return Node("dict", [(key, _node(item, depth + 1)) for key, item in value.items()], is_keyed=True)
+        return OutlineNode("dict", [(key, _node(item, depth + 1)) for key, item in value.items()], is_keyed=True)
     if tag in _SEQUENCES:
         return _sequence(_SEQUENCES[tag], payload, depth)
     if tag in _MAPPINGS:
@@ -125,8 +125,8 @@ def _node(value: Any, depth: int) -> Node:
         if not isinstance(name, str):
             raise DamagedError("the tree of values refers to a leaf without a name")
         beside = None if isinstance(payload, str) else {key: payload[key] for key in payload if key != "leaf"}
-        return Node("tensor" if tag == "$tensor" else "array", leaf=name, value=beside)
-    return Node("value", value=value)
+        return OutlineNode("tensor" if tag == "$tensor" else "array", leaf=name, value=beside)
+    return OutlineNode("value", value=value)
 
 
 def tagged(value: dict[str, Any]) -> tuple[str, Any]:
@@ -134,12 +134,12 @@ def tagged(value: dict[str, Any]) -> tuple[str, Any]:
     return next(iter(value.items())) if len(value) == 1 else ("", None)
 
 
-def _sequence(kind: str, items: list[Any], depth: int) -> Node:
-    return Node(kind, [(str(i), _node(item, depth + 1)) for i, item in enumerate(items)])
+def _sequence(kind: str, items: list[Any], depth: int) -> OutlineNode:
+    return OutlineNode(kind, [(str(i), _node(item, depth + 1)) for i, item in enumerate(items)])
 
 
-def _mapping(kind: str, pairs: list[Any], depth: int) -> Node:
-    children: dict[str, Node] = {}
+def _mapping(kind: str, pairs: list[Any], depth: int) -> OutlineNode:
+    children: dict[str, OutlineNode] = {}
     key_kinds = {}
     for key, item in pairs:
         text = base = key_text(key)
@@ -150,7 +150,7 @@ def _mapping(kind: str, pairs: list[Any], depth: int) -> Node:
         children[text] = _node(item, depth + 1)
         if not isinstance(key, str):
             key_kinds[text] = tagged(key)[0][1:] if isinstance(key, dict) else type(key).__name__
-    return Node(kind, list(children.items()), is_keyed=True, key_kinds=key_kinds)
+    return OutlineNode(kind, list(children.items()), is_keyed=True, key_kinds=key_kinds)
 
 
 def key_text(key: Any) -> str:
@@ -214,7 +214,7 @@ def _text(value: Any) -> str:
         return json.dumps(value)
 
 
-def summary(node: Node) -> str:
+def summary(node: OutlineNode) -> str:
     """A container without tensors on one line: its values if they are few, else how many."""
     if not node.is_container:
         return value_text(node.value)

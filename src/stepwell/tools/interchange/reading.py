@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Final
 
 from stepwell.errors import DamagedError, RestoreError, listing
+from stepwell.restore.byte_sources import BlockSource
 from stepwell.restore.preference import choose
-from stepwell.restore.verified_read import Deliver, Source, read_file, read_some
+from stepwell.restore.verified_read import Deliver, read_file, read_some
 from stepwell.restore.whole import Part, Whole, parts_on_disk, whole_leaf
 from stepwell.storage.format import dtypes
 from stepwell.storage.format.box import Box, Runs
@@ -127,7 +128,7 @@ class _Blocks:
 
     def __init__(self, part: Part) -> None:
         self._part = part
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, BlockSource] = {}
         self._held: dict[int, tuple[int, bytearray]] = {}
 
     def read(self, leaf: LeafEntry, offset: int, place: memoryview) -> None:

@@ -18,7 +18,7 @@ from stepwell.storage.format.record import LeafEntry, Record
 from stepwell.storage.store import files
 from stepwell.tools.interchange.merged import part
 from stepwell.tools.interchange.new_file import Written, new_file
-from stepwell.tools.interchange.outline import METADATA, Node, outline
+from stepwell.tools.interchange.outline import METADATA, OutlineNode, outline
 from stepwell.tools.interchange.reading import OnBytes, deliver_leaves, entries_of, own_notes
 
 
@@ -30,7 +30,7 @@ class Names:
     tied: dict[str, str]
 
 
-def choose_names(root: Node, only: str | None, separator: str = "/") -> Names:
+def choose_names(root: OutlineNode, only: str | None, separator: str = "/") -> Names:
     """A name for every tensor: its path, without the tracked object's own name if only that one is exported."""
     kept: dict[str, str] = {}
     tied: dict[str, str] = {}
@@ -104,7 +104,7 @@ def metadata_of(record: Record, only: str | None, names: Names, entries: list[Le
     return {**names.tied, "stepwell": json.dumps(about)}
 
 
-def _notes(root: Node, names: Names, entries: list[LeafEntry]) -> list[str]:
+def _notes(root: OutlineNode, names: Names, entries: list[LeafEntry]) -> list[str]:
     notes = tensor_notes(names, entries)
     values = [path for path, node in root.walk() if node.kind == "value" and METADATA not in path]
     if values:

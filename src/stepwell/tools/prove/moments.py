@@ -20,7 +20,7 @@ agent, without which training goes on.
 
 
 @dataclass(frozen=True)
-class Moment:
+class KillMoment:
     """Kill `victim` once `step` is finished and `delay_seconds` have passed: somewhere inside the next iteration."""
 
     step: int
@@ -41,13 +41,13 @@ class Moment:
 
 def choose_moments(
     count: int, *, first: int, last: int, iteration_seconds: float, generator: random.Random, world_size: int = 1
-) -> list[Moment]:
+) -> list[KillMoment]:
     """Up to `count` moments with steps drawn uniformly from [first, last]; fewer where there are fewer steps."""
     steps = range(first, max(first, last + 1))
     chosen = sorted(generator.sample(steps, min(count, len(steps))))
     victims = _victims(len(chosen), VICTIMS if world_size == 1 else MANY, generator)
     return [
-        Moment(step, victim, generator.random() * iteration_seconds, _rank(victim, world_size, generator))
+        KillMoment(step, victim, generator.random() * iteration_seconds, _rank(victim, world_size, generator))
         for step, victim in zip(chosen, victims, strict=True)
     ]
 

@@ -67,7 +67,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Void:
+class VoidTrial:
     """A snapshot that was thrown away, in one of the two runs."""
 
     run: str
@@ -97,7 +97,7 @@ class Proof:
     interval: int = 0
     states: StateComparison | None = None
     logs: LogComparison | None = None
-    voids: Sequence[Void] = ()
+    voids: Sequence[VoidTrial] = ()
     failure: Failure | None = None
     obstacle: str | None = None
     ignored: Sequence[str] = ()
@@ -132,7 +132,7 @@ class Proof:
         return "inconclusive" if self.doubts else "identical"
 
     @property
-    def unguarded(self) -> Void | None:
+    def unguarded(self) -> VoidTrial | None:
         """The first snapshot that nothing but the content hashes saw to be torn."""
         return next((void for void in self.voids if void.seen_by == "verify_snapshots"), None)
 
@@ -201,7 +201,7 @@ class Proof:
             found.append(f"logged values that died with a killed trainer before they were written: {self.logs.lost}")
         if self.ignored:
             found.append(f"logged values not compared: {', '.join(self.ignored)}")
-        groups: dict[tuple[str, str], list[Void]] = {}
+        groups: dict[tuple[str, str], list[VoidTrial]] = {}
         for void in self.voids:
             groups.setdefault((void.leaf, void.seen_by), []).append(void)
         for (leaf, seen_by), voids in groups.items():

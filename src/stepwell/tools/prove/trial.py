@@ -31,8 +31,8 @@ from stepwell.tools.prove import trial_facts
 from stepwell.tools.prove.command import OWN_STORE, Command
 from stepwell.tools.prove.final_states import compare_states, last_checkpoint, why_not_comparable
 from stepwell.tools.prove.logged_values import compare_ranks
-from stepwell.tools.prove.moments import Moment, choose_moments
-from stepwell.tools.prove.proof import Failure, Kill, Proof, Void
+from stepwell.tools.prove.moments import KillMoment, choose_moments
+from stepwell.tools.prove.proof import Failure, Kill, Proof, VoidTrial
 from stepwell.tools.prove.rank_facts import Processes, count_ranks, find_agents, find_processes, read_all
 
 _POLL_SECONDS: Final = 0.002
@@ -42,7 +42,7 @@ _NOTICE_SECONDS: Final = 300.0
 _MARGIN_SECONDS: Final = 0.2  # the last kill keeps this distance from the end, lest the run be over first
 
 
-class Listener(Protocol):
+class TrialListener(Protocol):
     """Whoever shows a person how the trial goes."""
 
     def began(self, run: str, steps: int | None) -> None:
@@ -67,7 +67,7 @@ class Trial:
     kills: int
     seed: int
     ignore: Sequence[str]
-    listener: Listener
+    listener: TrialListener
 
     def run(self) -> Proof:
         """Do it all. Blocks for as long as the script takes twice, and its restarts. Raises ConfigError."""
@@ -92,7 +92,7 @@ class Trial:
             failure = killed.run(self._moments(uninterrupted, first, steps, ranks), total=steps)
         return self._conclude(proof, uninterrupted, killed, failure)
 
-    def _moments(self, uninterrupted: _Watch, first: int, steps: int, ranks: int) -> list[Moment]:
+    def _moments(self, uninterrupted: _Watch, first: int, steps: int, ranks: int) -> list[KillMoment]:
         seconds = trial_facts.seconds_per_step(uninterrupted.tail.lines)
         margin = max(2, min(math.ceil(_MARGIN_SECONDS / max(seconds, 1e-6)), (steps - first) // 4))
         generator = random.Random(self.seed)
@@ -169,7 +169,7 @@ class _Watch:
         self.step = 0
         self.seconds = 0.0
 
-    def run(self, moments: Sequence[Moment], *, total: int | None = None) -> Failure | None:
+    def run(self, moments: Sequence[KillMoment], *, total: int | None = None) -> Failure | None:
         """Start, kill and start again until it ends by itself. Returns its failure, if it failed."""
         began = time.monotonic()
         self._listener.began(self._name, total)
@@ -186,7 +186,7 @@ class _Watch:
             is_running = not moment.ends_the_attempt or (moment.victim == "rank" and self._is_started_again())
         raise AssertionError("an attempt without a kill ends by itself")
 
-    def _attend(self, moment: Moment | None) -> int | None:
+    def _attend(self, moment: KillMoment | None) -> int | None:
         """Watch one attempt until it ends (its exit status) or is killed (None)."""
         next_tail = 0.0
         while (status := self.command.poll()) is None:
@@ -219,7 +219,7 @@ class _Watch:
                 how = "began fresh" if resume.source is None else f"resumed at step {resume.step} from {resume.source}"
                 self._listener.said(f"  {how}")
 
-    def _kill(self, moment: Moment) -> bool:
+    def _kill(self, moment: KillMoment) -> bool:
         """Kill now, unless there is nothing to resume from yet, or the run is over. Both are seen again soon."""
         self._read_tail()
         if not trial_facts.committed(self.tail.lines) or len(self.resumes) < self._attempts:
@@ -242,7 +242,7 @@ class _Watch:
     def _processes(self) -> Processes | None:
         return find_processes(self._root, self._ranks, after=self._lineage)
 
-    def _strike(self, moment: Moment, found: Processes) -> bool:
+    def _strike(self, moment: KillMoment, found: Processes) -> bool:
         """Kill whom the moment names. False: somebody was gone already."""
         if moment.victim in ("rank", "agent"):
             one = found.ranks[moment.rank]
@@ -284,10 +284,10 @@ class _Watch:
             for kill in self.kills
         ]
 
-    def voids(self, ranks: int) -> list[Void]:
+    def voids(self, ranks: int) -> list[VoidTrial]:
         """Snapshots that the ranks of this run threw away."""
         return [
-            Void(self._name, event["step"], event["leaf"], event["seen_by"])
+            VoidTrial(self._name, event["step"], event["leaf"], event["seen_by"])
             for lines in read_all(self._root, ranks)
             for event in trial_facts.voided(lines)
         ]

@@ -22,7 +22,7 @@ class Point:
 
 
 @dataclass
-class Lineage:
+class LineageLife:
     """One life of the trainer: where it began (`source` None: fresh), how it went on."""
 
     number: int
@@ -48,7 +48,7 @@ class Story:
     """A run as it went."""
 
     began: float
-    lineages: list[Lineage] = field(default_factory=list)
+    lineages: list[LineageLife] = field(default_factory=list)
     dropped: int = 0
     """Events of a long run that its file does not hold any more."""
     stalls: list[Point] = field(default_factory=list)
@@ -72,7 +72,7 @@ def tell(lines: Iterable[dict[str, Any]]) -> Story:
     """Read a story off the event lines. Without any start it is empty."""
     story: Story | None = None
     restored: dict[str, Any] | None = None
-    lives: dict[int, Lineage] = {}
+    lives: dict[int, LineageLife] = {}
     dropped = 0
     for event in lines:
         kind = event["kind"]
@@ -104,14 +104,14 @@ def tell(lines: Iterable[dict[str, Any]]) -> Story:
     return story
 
 
-def _begin(event: dict[str, Any], restored: dict[str, Any] | None, began: float) -> Lineage:
+def _begin(event: dict[str, Any], restored: dict[str, Any] | None, began: float) -> LineageLife:
     start = Point(event["time"] - began, event["step"])
     source = None if restored is None else restored["source"]
     seconds = 0.0 if restored is None else restored["seconds"]
-    return Lineage(event["lineage"], start, source, seconds, path=[start])
+    return LineageLife(event["lineage"], start, source, seconds, path=[start])
 
 
-def _advance(life: Lineage, point: Point) -> None:
+def _advance(life: LineageLife, point: Point) -> None:
     """The last sign of a step counts: what an epoch's end logs belongs to the next step and comes long before it."""
     if point.step == life.end.step and len(life.path) > 1:
         life.path[-1] = point
@@ -119,7 +119,7 @@ def _advance(life: Lineage, point: Point) -> None:
         life.path.append(point)
 
 
-def _finish(life: Lineage | None, point: Point) -> None:
+def _finish(life: LineageLife | None, point: Point) -> None:
     """What was logged after the last step belongs to a step that never came."""
     while life is not None and len(life.path) > 1 and life.end.step > point.step:
         life.path.pop()

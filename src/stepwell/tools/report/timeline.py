@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stepwell.events.journal import read_events
 from stepwell.tools.report.axis import Gap, TimeAxis
-from stepwell.tools.report.story import Lineage, Point, Story, tell
+from stepwell.tools.report.story import LineageLife, Point, Story, tell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -140,7 +140,7 @@ class _Drawing:
         axes.annotate(f"{kill.number}", (place, kill.step), (-8, 6), textcoords="offset points", ha="right",
                       color=_RED, fontsize=10, fontweight="bold")  # fmt: skip
 
-    def _draw_restore(self, axes: Axes, life: Lineage) -> None:
+    def _draw_restore(self, axes: Axes, life: LineageLife) -> None:
         colour, marker = _SOURCES.get(life.source or "", (_INK, "D"))
         place = self._axis.place(life.start.time)
         axes.plot(place, life.start.step, marker, color=colour, markersize=9, markeredgecolor="white", zorder=6)

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from stepwell.errors import ConfigError, DataError
 from stepwell.training.data.cursor import Cursor
 from stepwell.training.data.cut import TAILS, Cut
-from stepwell.training.data.sampler import Plain
+from stepwell.training.data.sampler import PlainSampler
 from stepwell.training.data.source import LoaderSource
 from stepwell.types import Owner
 
@@ -71,7 +71,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         seed = seed if self._seed is None else self._seed
         keyed = self.num_workers > 0 if self._is_keyed is None else self._is_keyed
         order, batched = seed if self._is_shuffled else None, self.batch_size is not None
-        sampler = Plain(self.dataset, self._cut, order, batched=batched, keyed=keyed)  # type: ignore[arg-type]
+        sampler = PlainSampler(self.dataset, self._cut, order, batched=batched, keyed=keyed)  # type: ignore[arg-type]
         return LoaderSource(self, seed, keyed=keyed, sampler=sampler)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

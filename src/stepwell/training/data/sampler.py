@@ -30,7 +30,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def make_sampler(inner: Any, seed: int, *, keyed: bool = False) -> Plain | Skipping:
+def make_sampler(inner: Any, seed: int, *, keyed: bool = False) -> PlainSampler | Skipping:
     """The same batches (or samples) as this (batch) sampler of torch: computed where it is a plain one.
 
     torch's DistributedSampler keeps its rank, number of replicas and shuffling; which rank gets which sample changes.
@@ -42,11 +42,11 @@ def make_sampler(inner: Any, seed: int, *, keyed: bool = False) -> Plain | Skipp
         tail = "drop" if drop_last or each.drop_last else "pad"
         cut = Cut(size or 1, tail, each.rank, each.num_replicas)
         samples: Any = each.dataset
-        return Plain(samples, cut, seed if each.shuffle else None, batched=size is not None, keyed=keyed)
+        return PlainSampler(samples, cut, seed if each.shuffle else None, batched=size is not None, keyed=keyed)
     if type(each) is SequentialSampler or (type(each) is RandomSampler and _takes_each_once(each)):
         cut = Cut(size or 1, "drop" if drop_last else "partial")
         shuffled = type(each) is RandomSampler
-        return Plain(each.data_source, cut, seed if shuffled else None, batched=size is not None, keyed=keyed)
+        return PlainSampler(each.data_source, cut, seed if shuffled else None, batched=size is not None, keyed=keyed)
     return Skipping(inner, seed, keyed=keyed)
 
 
@@ -54,7 +54,7 @@ def _takes_each_once(sampler: RandomSampler) -> bool:
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
-class Plain(Sampler[Any]):
+class PlainSampler(Sampler[Any]):
     """Each sample once, shuffled (with a `seed`) or as they lie, in batches or (not `batched`) one by one.
 
     `keyed`: yields tickets for a `Keyed` data set in the place of indices.

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from stepwell.errors import DataError
 from stepwell.training.data.augment import Keyed, preserved
 from stepwell.training.data.cursor import Cursor
-from stepwell.training.data.sampler import CountsBatches, Plain, Skipping, epoch_seed, layers, make_sampler
+from stepwell.training.data.sampler import CountsBatches, PlainSampler, Skipping, epoch_seed, layers, make_sampler
 
 HOW = (
     "stepwell resumes a torch DataLoader over a map-style data set, a list of batches, and what has `state_dict` and "
@@ -98,11 +98,11 @@ class LoaderSource:
         seed: int,
         *,
         keyed: bool | None = None,
-        sampler: Plain | None = None,
+        sampler: PlainSampler | None = None,
     ) -> None:
         batched = loader.batch_sampler is not None
         self._keyed = loader.num_workers > 0 if keyed is None else keyed
-        self._sampler: Plain | Skipping = sampler or checked(loader, seed, keyed=self._keyed)
+        self._sampler: PlainSampler | Skipping = sampler or checked(loader, seed, keyed=self._keyed)
         self._generator = torch.Generator()
         self._seed = seed
         self._loader = rebuilt(
@@ -126,7 +126,7 @@ class LoaderSource:
         return preserved(batches) if self._keyed and not self._loader.num_workers else batches
 
 
-def checked(loader: DataLoader[Any], seed: int, *, keyed: bool) -> Plain | Skipping:
+def checked(loader: DataLoader[Any], seed: int, *, keyed: bool) -> PlainSampler | Skipping:
     """The sampler in the place of the loader's. Raises DataError.
 
     A class of the user's own may shuffle as it likes: only what it lets us set counts, not what it inherits from.

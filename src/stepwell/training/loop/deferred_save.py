@@ -79,7 +79,7 @@ class Request:
                 future.set_exception(error)
 
 
-class PutOff:
+class DeferredSave:
     """The saves of one run that wait."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from stepwell.training.loop.iteration import Iteration
 from stepwell.training.loop.outcomes import Outcomes
 from stepwell.training.loop.preemption import Leave, Order
 from stepwell.training.loop.save import Saving
-from stepwell.training.loop.schedule import Pace
+from stepwell.training.loop.schedule import Schedule
 from stepwell.training.snapshot.snapshotter import Snapshotter
 
 _SHORT_SECONDS = 10.0
@@ -49,7 +49,7 @@ class Ending:
     saving: Saving
     iteration: Iteration
     leave: Leave
-    pace: Pace
+    pace: Schedule
     progress: ProgressFile
     home: Home
     seconds: float

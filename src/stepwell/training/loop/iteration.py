@@ -19,15 +19,15 @@ from stepwell.ranks.member import Together
 from stepwell.training.data.batches import Batches, Loop
 from stepwell.training.data.refusals import second_pass
 from stepwell.training.data.steps import StepCounter
-from stepwell.training.loop.deferred_save import PutOff, Request
+from stepwell.training.loop.deferred_save import DeferredSave, Request
 from stepwell.training.loop.forked_child import Home
 from stepwell.training.loop.late_changes import Changes
 from stepwell.training.loop.outcomes import Outcomes
 from stepwell.training.loop.preemption import Leave, Order
-from stepwell.training.loop.run_state import OwnState, Point
+from stepwell.training.loop.run_state import OwnState, RunPoint
 from stepwell.training.loop.save import Saving
 from stepwell.training.loop.save_handle import SaveHandle
-from stepwell.training.loop.schedule import Pace
+from stepwell.training.loop.schedule import Schedule
 from stepwell.training.snapshot.snapshotter import Snapshotter
 from stepwell.training.state.capture import Capture
 from stepwell.training.state.gradients import Gradients
@@ -49,7 +49,7 @@ class Iteration(Loop):
     own: OwnState
     gradients: Gradients
     capture: Capture
-    pace: Pace
+    pace: Schedule
     leave: Leave
     snapshotter: Snapshotter
     outcomes: Outcomes
@@ -67,7 +67,7 @@ class Iteration(Loop):
     _is_in_optimizer: bool = False
     _is_unasked: bool = False
     """A save() has counted this step; the policies are asked when the iteration is over."""
-    _put_off: PutOff = field(default_factory=PutOff)
+    _put_off: DeferredSave = field(default_factory=DeferredSave)
     _is_epoch_done: bool = False
     """The end of this epoch was looked at by the policies."""
     _is_ended: bool = False
@@ -229,7 +229,7 @@ class Iteration(Loop):
         """The epoch's last batch was used, and its gradients wait for a step of the next epoch."""
         if self._is_epoch_done or not (self.steps.has_begun and self.data.is_end(self.data.reached)):
             return
-        with self.own.at_point(Point.PART):
+        with self.own.at_point(RunPoint.PART):
             for what in self.pace.due_at_epoch_end(self.steps.step):
                 self._take_planned(durable=what == "save", is_planned=False, is_epoch_end=True)
 
@@ -250,7 +250,7 @@ class Iteration(Loop):
         if self.count_step():
             self._take_put_off()
         order = self.leave.order
-        with self.own.at_point(Point.EPOCH):
+        with self.own.at_point(RunPoint.EPOCH):
             if order is not None and self.together.is_alone:
                 self.go(order)
             if changed := self._changes.since_save():
@@ -330,21 +330,21 @@ class Iteration(Loop):
 
     def _note_saved(self) -> None:
         """There is a checkpoint of this moment. One outside of a step, or before its end, may not have all."""
-        is_outside = self.own.point is not Point.STEP or self.data.is_left or self.data.is_counted_only
+        is_outside = self.own.point is not RunPoint.STEP or self.data.is_left or self.data.is_counted_only
         self._changes.note_saved(look=is_outside or self._is_unasked)
 
     # -- the end of the run -------------------------------------------------------------------------------------------
 
-    def _point(self) -> Point:
+    def _point(self) -> RunPoint:
         """Where the loop is, when nothing more is to come of its iteration."""
         if self.is_past_epoch or (self.data.is_left and self.data.is_at_end and self._changes.since_left()):
-            return Point.EPOCH
-        return Point.PART if self.steps.has_begun or self.gradients.are_unused() else Point.STEP
+            return RunPoint.EPOCH
+        return RunPoint.PART if self.steps.has_begun or self.gradients.are_unused() else RunPoint.STEP
 
     def take_last(self, seconds: float) -> None:
         """The run ends here: save what is not saved."""
         self._end_early()
-        point = self.own.point if self.own.point is Point.EPOCH else self._point()
+        point = self.own.point if self.own.point is RunPoint.EPOCH else self._point()
         with self.own.at_point(point):
             self._warn_of_tail(point)
             has_moved = self._changes.has_moved
@@ -363,9 +363,9 @@ class Iteration(Loop):
                 request.fail(error)
                 raise
 
-    def _warn_of_tail(self, point: Point) -> None:
+    def _warn_of_tail(self, point: RunPoint) -> None:
         """The inner loop was left in the middle of the epoch, and the code after it ran: it will run again."""
-        if point is not Point.EPOCH and self.data.is_left and (changed := self._changes.since_left()):
+        if point is not RunPoint.EPOCH and self.data.is_left and (changed := self._changes.since_left()):
             at = self.own.position
             self.log.emit(
                 loop_events.LeftInEpoch(step=self.steps.step, epoch=at.epoch, batches=at.batches, changed=changed)
@@ -382,7 +382,7 @@ class Iteration(Loop):
         if self._is_in_optimizer:
             return False
         self._end_early()
-        return not by_exit or self._point() is not Point.PART
+        return not by_exit or self._point() is not RunPoint.PART
 
     def finish(self, seconds: float) -> None:
         """Save the end of the run, in any case."""

@@ -26,7 +26,7 @@ from stepwell.training.state.settings import Settings, differences
 _MOST_REMARKS: Final = 8
 
 
-class Point(enum.Enum):
+class RunPoint(enum.Enum):
     """Where in the loop a checkpoint is taken, and so what a restart does next."""
 
     STEP = "after a step"
@@ -47,7 +47,7 @@ class OwnState:
         self._rng_to_set: dict[str, Any] | None = None
         self.at = Cursor()
         self._early = 0
-        self.point = Point.STEP
+        self.point = RunPoint.STEP
         self.is_finished = False
         self.is_stopped = False
         """The user said that the run is finished before its last epoch: a restart trains no further."""
@@ -55,7 +55,7 @@ class OwnState:
         """What the script set (learning rates and the like) before anything was restored."""
 
     @contextlib.contextmanager
-    def at_point(self, point: Point) -> Iterator[None]:
+    def at_point(self, point: RunPoint) -> Iterator[None]:
         """What is captured inside is of this point of the loop."""
         before, self.point = self.point, point
         try:
@@ -66,14 +66,14 @@ class OwnState:
     @property
     def position(self) -> Cursor:
         """Where a restart goes on, at the present point of the loop."""
-        if self.point is Point.EPOCH:
+        if self.point is RunPoint.EPOCH:
             return self._data.following()
-        return self._data.reached if self.point is Point.PART else self.at
+        return self._data.reached if self.point is RunPoint.PART else self.at
 
     @property
     def is_epoch_end(self) -> bool:
         """Whether a checkpoint that is taken now is of the end of an epoch."""
-        return self.point is Point.EPOCH or self._data.is_end(self.position) or self.is_finished
+        return self.point is RunPoint.EPOCH or self._data.is_end(self.position) or self.is_finished
 
     def capture(self, *, is_draft: bool = False) -> dict[str, Any]:
         """As it is saved; a draft has its form. Raises DataError where the position cannot be told."""

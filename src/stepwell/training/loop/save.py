@@ -26,9 +26,9 @@ from stepwell.training.data.steps import StepCounter
 from stepwell.training.loop.outcomes import Outcomes
 from stepwell.training.loop.run_state import OwnState
 from stepwell.training.loop.save_handle import SaveHandle, has_failed
-from stepwell.training.loop.schedule import Pace
+from stepwell.training.loop.schedule import Schedule
 from stepwell.training.snapshot.inflight import Inflight
-from stepwell.training.snapshot.refusal import Refusal
+from stepwell.training.snapshot.refusal import StateRefusal
 from stepwell.training.snapshot.snapshotter import Snapshotter
 from stepwell.training.state.capture import Capture
 
@@ -58,7 +58,7 @@ class Saving:
     capture: Capture
     own: OwnState
     steps: StepCounter
-    pace: Pace
+    pace: Schedule
     snapshotter: Snapshotter
     outcomes: Outcomes
     together: Together
@@ -78,8 +78,8 @@ class Saving:
     """Saves that somebody asked for: step, repeat and sequence."""
     _ended: dict[tuple[int, int], int] = field(default_factory=dict)
     _failed_step: int = -1
-    _refusal: Refusal = field(default_factory=Refusal)
-    _draft_refusal: Refusal = field(default_factory=Refusal)
+    _refusal: StateRefusal = field(default_factory=StateRefusal)
+    _draft_refusal: StateRefusal = field(default_factory=StateRefusal)
 
     def __post_init__(self) -> None:
         self.together.find_roles = self.capture.find_roles

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from stepwell.events import journal, run_events
 from stepwell.storage.store import mirror
-from stepwell.storage.store.learned import FAILED, RUNNING, History, HistoryFile, age_of_this_process
+from stepwell.storage.store.learned import FAILED, RUNNING, HistoryFile, Learned, age_of_this_process
 from stepwell.storage.store.objects import ObjectPath
 from stepwell.storage.store.paths import RunPaths
 from stepwell.training.cuda.ticks import Ticks, device_name
@@ -55,7 +55,7 @@ class _Iteration:
     ended: list[tuple[float, bool]]
 
 
-class Pace:
+class Schedule:
     """Answers "now?" after every step. Constructing only assigns."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Pace:
         self._tempo = Tempo(policy, self._profile) if isinstance(policy, Auto) and owner.is_leader else None
         self._ticks: Ticks[_Iteration] = Ticks()
         self._file = HistoryFile(paths.history, log.later)
-        self._history = History()
+        self._history = Learned()
         self._opened = self._noted = 0.0
         self._stall = 0.0
         self._lives: dict[int, _Life] = {}

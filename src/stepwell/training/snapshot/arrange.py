@@ -15,7 +15,7 @@ from stepwell.storage.format.record import LeafEntry
 from stepwell.training.snapshot.device_copy import DeviceProgram
 from stepwell.training.snapshot.guard import Fingerprints, Samples
 from stepwell.training.snapshot.layout import Plan, absent, make_plan, signature
-from stepwell.training.snapshot.program import Program, Source, make_program
+from stepwell.training.snapshot.program import CopySource, Program, make_program
 from stepwell.training.state.capture import leaves_after
 from stepwell.training.state.fingerprint import facts
 from stepwell.training.state.flatten import Flat, Leaf
@@ -44,7 +44,7 @@ class Arrangement:
         programs = (self.fixed, self.rest)
         return sum(source.nbytes for program in programs for source in program.device.get(device, []))
 
-    def late(self) -> list[Source]:
+    def late(self) -> list[CopySource]:
         """Leaves of the live image that are copied while training runs."""
         programs = (self.fixed, self.rest)
         on_device = [source for program in programs for sources in program.device.values() for source in sources]

@@ -25,7 +25,7 @@ from stepwell.training.state.flatten import Flat
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stepwell.training.snapshot.coded import Record, Symbols
+    from stepwell.training.snapshot.coded import CodedRecord, CodedSymbols
 
 
 class Beginning:
@@ -38,7 +38,7 @@ class Beginning:
         choice: Choice,
         *,
         verify: bool,
-        symbols: Symbols | None,
+        symbols: CodedSymbols | None,
         number: Callable[[], int],
         log: journal.EventLog,
     ) -> None:
@@ -72,7 +72,7 @@ class Beginning:
         return self._images[key]
 
     def start(
-        self, flat: Flat, arrangement: Arrangement, meta: dict[str, Any], slot: Slot, record: Record | None
+        self, flat: Flat, arrangement: Arrangement, meta: dict[str, Any], slot: Slot, record: CodedRecord | None
     ) -> tuple[Inflight, dict[str, Any]]:
         """Copy what may change now, line up the rest. Returns the snapshot and what the agent has to know of it.
 
@@ -129,7 +129,7 @@ class Beginning:
         }
         return inflight, begin
 
-    def _code(self, inflight: Inflight, arrangement: Arrangement, record: Record | None) -> dict[str, Any]:
+    def _code(self, inflight: Inflight, arrangement: Arrangement, record: CodedRecord | None) -> dict[str, Any]:
         """What a device has to code, and what the agent has to know of that."""
         if record is not None and self._symbols is not None:
             inflight.coded = record.digests() if self._verify else {}
@@ -178,7 +178,7 @@ def _position(copy: HostCopy | HostGroup) -> int:
     return copy.start if copy.start is not None else 1 << 62
 
 
-def _watched(arrangement: Arrangement, record: Record | None) -> tuple[list[str], list[Live]]:
+def _watched(arrangement: Arrangement, record: CodedRecord | None) -> tuple[list[str], list[Live]]:
     """What must not change before the gate: names, and the ways to the live tensors."""
     fixed, rest = arrangement.fixed, arrangement.rest
     names, live = fixed.watched + rest.watched, fixed.live + rest.live

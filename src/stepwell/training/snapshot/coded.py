@@ -26,7 +26,7 @@ from stepwell.events import chain_events, journal
 from stepwell.handover.memory import Arena, whole_pages
 from stepwell.storage.chain.section_coder import Given
 from stepwell.storage.codecs import precoded
-from stepwell.storage.codecs.assignment import Deltas, Leaf, Part, arrange
+from stepwell.storage.codecs.assignment import CodedLeaf, CodedPart, Deltas, arrange
 from stepwell.training.loop.waits import until
 from stepwell.training.snapshot.arrange import Arrangement, Arranger
 from stepwell.training.snapshot.guard import Live
@@ -41,7 +41,7 @@ ASK_SECONDS: Final = 30.0
 _MOST_OFFERED: Final = 8
 
 
-class Coder(Protocol):
+class DeviceCoding(Protocol):
     """What `codecs.device` makes."""
 
     @property
@@ -61,7 +61,7 @@ def can_code(device: torch.device) -> bool:
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def make_coder(part: Part, device: torch.device) -> Coder:
+def make_coder(part: CodedPart, device: torch.device) -> DeviceCoding:
     """Raises RoomError, or ImportError where there is no Triton."""
     from stepwell.storage.codecs.device.device_coder import DeviceCoder
 
@@ -84,17 +84,17 @@ class _Coded:
     """What is coded on a device: the part with this number of the states of one plan."""
 
     plan: Plan
-    part: Part
+    part: CodedPart
     number: int
     device: torch.device
-    coder: Coder
+    coder: DeviceCoding
     reuse: bool
     beside: frozenset[str]
     """Names of the leaves that go into a slot as they are."""
 
 
 @dataclass(frozen=True)
-class Record:
+class CodedRecord:
     """One step, on its way. arrangement: of the leaves beside. names, live, tensors: of those that are coded."""
 
     arrangement: Arrangement
@@ -116,7 +116,7 @@ class Record:
         return {name: (tensor, content_digest(tensor)) for name, tensor in pairs}
 
 
-class Symbols:
+class CodedSymbols:
     """For one run. `arranger`: one of its own, for the leaves beside."""
 
     def __init__(self, deltas: Deltas, arranger: Arranger, log: journal.EventLog,
@@ -175,7 +175,9 @@ class Symbols:
     def _find(self, arrangement: Arrangement, arena: Arena) -> _Coded | None:
         """What can be coded on a device, with room there for it; None, and an event, if it is left to the host."""
         plan, deltas = arrangement.plan, self._deltas
-        leaves = [Leaf(entry.name, entry.dtype, entry.shape, entry.role) for entry in plan.entries if not entry.file]
+        leaves = [
+            CodedLeaf(entry.name, entry.dtype, entry.shape, entry.role) for entry in plan.entries if not entry.file
+        ]
         parts = arrange(leaves, deltas)
         number = next((n for n, part in enumerate(parts) if part.spec == deltas.parameters and part.spec.is_delta), -1)
         names = [slot.leaf.name for slot in parts[number].slots] if number >= 0 else []
@@ -244,7 +246,7 @@ class Symbols:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def begin(self, flat: Flat, arrangement: Arrangement) -> Record | str | None:
+    def begin(self, flat: Flat, arrangement: Arrangement) -> CodedRecord | str | None:
         """At the trigger: what this step's record is made of, or why there is none. None: the host codes."""
         if self._coded is None:
             return None if self._looked >= 0 else "there is no base yet"
@@ -266,9 +268,9 @@ class Symbols:
         programs = (arrangement.fixed, arrangement.rest)
         live = {name: way for each in programs for name, way in zip(each.watched, each.live, strict=True)}
         tensors = [late[name] for name in names]
-        return Record(beside, names, [live[name] for name in names], tensors, base, coded)
+        return CodedRecord(beside, names, [live[name] for name in names], tensors, base, coded)
 
-    def start(self, record: Record, image: torch.Tensor) -> SymbolsJob:
+    def start(self, record: CodedRecord, image: torch.Tensor) -> SymbolsJob:
         """A slot is there: code into it, from the copier thread on."""
         with self._lock:
             is_fresh = self._is_fresh and self._base is record.base
@@ -288,7 +290,7 @@ class Symbols:
 class SymbolsJob:
     """The symbols of one snapshot; used like the copies of a device. values: of a new base, to begin with."""
 
-    record: Record
+    record: CodedRecord
     image: torch.Tensor
     values: list[torch.Tensor] | None
     taken: Callable[[], None]

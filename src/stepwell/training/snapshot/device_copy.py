@@ -22,7 +22,7 @@ from stepwell.handover.memory import Arena
 from stepwell.training.cuda.copy_graph import CopyBatch
 from stepwell.training.cuda.runtime import lock_pages, unlock_pages
 from stepwell.training.loop.waits import until
-from stepwell.training.snapshot.program import Source
+from stepwell.training.snapshot.program import CopySource
 
 Strategy = Literal["device", "overlap", "blocking"]
 _CHUNK_BYTES = 512 << 20
@@ -33,7 +33,7 @@ _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Bytes are copied as integers of their width: no type is special."""
 
 
-class Run:
+class CopyRun:
     """Leaves that lie one after the other in the image: staged into one buffer, copied to the host in one piece."""
 
     def __init__(self, start: int, kind: torch.dtype) -> None:
@@ -44,7 +44,7 @@ class Run:
         self.nbytes = 0
         self._flat: list[torch.Tensor] = []
 
-    def add(self, source: Source) -> None:
+    def add(self, source: CopySource) -> None:
         """The next leaf."""
         self.sources.append(source.tensor)
         self.counts.append(source.nbytes // self.kind.itemsize)
@@ -67,12 +67,12 @@ class Run:
         return buffer
 
 
-def _runs(sources: Sequence[Source]) -> list[Run]:
-    found: list[Run] = []
+def _runs(sources: Sequence[CopySource]) -> list[CopyRun]:
+    found: list[CopyRun] = []
     for source in sorted(sources, key=lambda source: source.start):
         kind = _WIDE.get(source.tensor.element_size(), torch.int64)
         if not found or found[-1].kind != kind or found[-1].start + found[-1].nbytes != source.start:
-            found.append(Run(source.start, kind))
+            found.append(CopyRun(source.start, kind))
         found[-1].add(source)
     return found
 
@@ -80,7 +80,7 @@ def _runs(sources: Sequence[Source]) -> list[Run]:
 class DeviceProgram:
     """Leaves of one device. One that is kept, for leaves that stay, prepares the copies out of live tensors once."""
 
-    def __init__(self, sources: Sequence[Source], *, is_kept: bool = False) -> None:
+    def __init__(self, sources: Sequence[CopySource], *, is_kept: bool = False) -> None:
         self._is_kept = is_kept
         self._chunks = _chunks([source for source in sources if source.is_direct])
         self._staged = _runs([source for source in sources if not source.is_direct])
@@ -93,7 +93,7 @@ class DeviceProgram:
         self._batches: dict[tuple[int, int], list[tuple[int, CopyBatch]]] = {}
         self._lock = threading.Lock()
 
-    def runs(self, strategy: Strategy) -> list[Run]:
+    def runs(self, strategy: Strategy) -> list[CopyRun]:
         """What has to be staged at the trigger."""
         return self._all if strategy == "device" else self._staged
 
@@ -136,8 +136,8 @@ class DeviceProgram:
         )
 
 
-def _chunks(sources: Sequence[Source]) -> list[list[Source]]:
-    chunks: list[list[Source]] = []
+def _chunks(sources: Sequence[CopySource]) -> list[list[CopySource]]:
+    chunks: list[list[CopySource]] = []
     filled = _CHUNK_BYTES
     for source in sorted(sources, key=lambda source: source.start):
         if filled >= _CHUNK_BYTES:
@@ -148,7 +148,7 @@ def _chunks(sources: Sequence[Source]) -> list[list[Source]]:
     return chunks
 
 
-def _pair(image: torch.Tensor, source: Source) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(image: torch.Tensor, source: CopySource) -> tuple[torch.Tensor, torch.Tensor]:
     flat = source.tensor.view(-1).view(torch.uint8)
     return image[source.start : source.start + source.nbytes], flat
 
@@ -165,7 +165,7 @@ class DeviceJob:
     is_live: bool
     streams: tuple[torch.cuda.Stream, torch.cuda.Stream]
     ready: torch.cuda.Event
-    staged: list[tuple[Run, torch.Tensor]]
+    staged: list[tuple[CopyRun, torch.Tensor]]
     done: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event(blocking=True))
     issued: threading.Event = field(default_factory=threading.Event)
     marks: list[tuple[int, torch.cuda.Event]] = field(default_factory=list)
@@ -201,7 +201,7 @@ class DeviceJob:
         finally:
             self.issued.set()
 
-    def _drain(self, run: Run, buffer: torch.Tensor, start: int) -> None:
+    def _drain(self, run: CopyRun, buffer: torch.Tensor, start: int) -> None:
         low = start - run.start
         piece = buffer.view(torch.uint8)[low : low + _CHUNK_BYTES]
         self.image[start : start + piece.numel()].copy_(piece, non_blocking=True)
@@ -244,7 +244,7 @@ class DeviceJob:
         return [source.name for source, is_fine in zip(self.program.checked, fine, strict=True) if not is_fine]
 
 
-def _cuts(run: Run) -> range:
+def _cuts(run: CopyRun) -> range:
     return range(run.start, run.start + run.nbytes, _CHUNK_BYTES)
 
 
@@ -298,7 +298,7 @@ class DeviceCopier:
             side.synchronize()
 
 
-def _stage(runs: Sequence[Run], strategy: Strategy, image: torch.Tensor) -> list[tuple[Run, torch.Tensor]]:
+def _stage(runs: Sequence[CopyRun], strategy: Strategy, image: torch.Tensor) -> list[tuple[CopyRun, torch.Tensor]]:
     staged = []
     for run in runs:
         try:

@@ -24,7 +24,7 @@ import torch
 from stepwell.events.run_events import logger
 from stepwell.faults import crash_point, slow_copy
 from stepwell.training.loop.waits import until
-from stepwell.training.snapshot.program import Source
+from stepwell.training.snapshot.program import CopySource
 
 _PIECE_BYTES = 4 << 20
 _CHECKED_BYTES = 1 << 20
@@ -67,7 +67,7 @@ class HostCopy:
 class HostGroup:
     """Small leaves of one type that lie side by side in the image at `address`."""
 
-    sources: list[Source]
+    sources: list[CopySource]
     address: int
     start: int | None
     is_first: ClassVar[bool] = True
@@ -87,12 +87,12 @@ class HostGroup:
                 suspects.update({source.name: None for source, copy in pairs if has_non_finite(copy)})
 
 
-def line_up(sources: Sequence[Source], address: int, *, is_live: bool = True) -> list[HostCopy | HostGroup]:
+def line_up(sources: Sequence[CopySource], address: int, *, is_live: bool = True) -> list[HostCopy | HostGroup]:
     """The work that several threads share: large leaves in pieces, many small ones in groups."""
     if len(sources) < _MANY:
         return [copy for source in sources for copy in pieces(source, address, is_live=is_live)]
     found: list[HostCopy | HostGroup] = []
-    group: list[Source] = []
+    group: list[CopySource] = []
     for source in [*sorted(sources, key=lambda source: source.start), None]:
         if group and (source is None or not _continues(group, source)):
             found.append(HostGroup(group, address, group[0].start if is_live else None))
@@ -107,7 +107,7 @@ def line_up(sources: Sequence[Source], address: int, *, is_live: bool = True) ->
     return found
 
 
-def _continues(group: list[Source], source: Source) -> bool:
+def _continues(group: list[CopySource], source: CopySource) -> bool:
     last = group[-1]
     return (
         last.start + last.nbytes == source.start
@@ -117,7 +117,7 @@ def _continues(group: list[Source], source: Source) -> bool:
     )
 
 
-def pieces(source: Source, address: int, *, is_live: bool = True) -> Iterator[HostCopy]:
+def pieces(source: CopySource, address: int, *, is_live: bool = True) -> Iterator[HostCopy]:
     """A leaf in pieces that several threads can share; `address` is that of the image."""
     size = _CHECKED_BYTES if source.is_checked else _PIECE_BYTES
     if source.nbytes <= size or not source.tensor.is_contiguous():

@@ -34,14 +34,14 @@ _LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Void:
+class VoidReason:
     """Why a snapshot does not count: which leaf, and what saw it."""
 
     leaf: str
     seen_by: str
 
 
-class Job(Protocol):
+class CopyJob(Protocol):
     """What a device does for a snapshot (`device`, `symbols`)."""
 
     def issue(self) -> None: ...
@@ -97,7 +97,7 @@ class Inflight:
     staged: Completion[None] = field(default_factory=Completion)
     host: HostWork = field(default_factory=lambda: HostWork([], lambda start: None))
     fill: Fill = field(default_factory=lambda: Fill(0, [], lambda nbytes: None))
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[CopyJob] = field(default_factory=list)
     samples: list[tuple[list[str], list[int], torch.Tensor]] = field(default_factory=list)
     copies: list[Taken] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Inflight:
     started: float = field(default_factory=time.monotonic)
     stall_seconds: float = 0.0
     suspects: list[str] = field(default_factory=list)
-    void: Void | None = None
+    void: VoidReason | None = None
     changed_frozen: list[str] = field(default_factory=list)
     is_announced: bool = False
     patience: float = LONG_SECONDS
@@ -145,7 +145,7 @@ class Inflight:
                 return
             changed = self.guard.changed()
             if changed is not None:
-                self.void = self.void or Void(changed, "version guard")
+                self.void = self.void or VoidReason(changed, "version guard")
             if changed is not None or is_sure:
                 self._judged.set()
 
@@ -220,7 +220,7 @@ class Inflight:
             self.host.stop(error)  # before the slot is free for the next one
             for job in self.jobs:
                 job.stop()
-            self.void = Void("?", f"copy failed: {type(error).__name__}: {error}")
+            self.void = VoidReason("?", f"copy failed: {type(error).__name__}: {error}")
         self.copied.set()
         unsettled: Exception | None = None
         try:
@@ -258,13 +258,13 @@ class Inflight:
             raise self.host.error
         self.changed_frozen = self.fingerprints.settle(self.samples)
         if self.changed_frozen and self.void is None:
-            self.void = Void(self.changed_frozen[0], "fingerprint of a frozen leaf")
+            self.void = VoidReason(self.changed_frozen[0], "fingerprint of a frozen leaf")
         for name, digest in self.digests.items():
             if content_digest(self.plan.view(self.arena, self.slot, name)) != digest and self.void is None:
-                self.void = Void(name, "verify_snapshots")
+                self.void = VoidReason(name, "verify_snapshots")
         for name, (tensor, digest) in self.coded.items():
             if content_digest(tensor) != digest and self.void is None:
-                self.void = Void(name, "verify_snapshots")
+                self.void = VoidReason(name, "verify_snapshots")
         self.suspects = flagged + list(self.host.suspects)
 
     def _mark(self) -> None:

@@ -29,7 +29,7 @@ Signature = tuple[tuple[object, ...], ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class LeafPlace:
     """Where one leaf's bytes go. `index` is its number in the record."""
 
     index: int
@@ -49,7 +49,7 @@ class Plan:
     signature: Signature
     live: ShardLayout
     frozen: ShardLayout | None
-    places: dict[str, Place]
+    places: dict[str, LeafPlace]
     entries: tuple[LeafEntry, ...]
     checked: frozenset[str]
     elsewhere: tuple[LeafEntry, ...] = ()
@@ -141,7 +141,7 @@ def make_plan(
     places, entries = {}, []
     for index, (leaf, role) in enumerate(zip(leaves, roles, strict=True)):
         placed = starts[leaf.name]
-        places[leaf.name] = Place(index, is_frozen[leaf.name], placed.start, placed.end - placed.start)
+        places[leaf.name] = LeafPlace(index, is_frozen[leaf.name], placed.start, placed.end - placed.start)
         shape = tuple(leaf.tensor.shape)
         box = Box.whole(shape) if leaf.box is None else leaf.box
         entries.append(

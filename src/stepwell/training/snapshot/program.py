@@ -24,7 +24,7 @@ _GATHERED_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Source:
+class CopySource:
     """One leaf to be copied: the live tensor, and where its image begins. `is_late`: while training runs."""
 
     name: str
@@ -44,11 +44,11 @@ class Source:
 class Program:
     """The lists of one snapshot, or of the part of it that stays the same."""
 
-    now: list[Source] = field(default_factory=list)
-    host: list[Source] = field(default_factory=list)
-    device: dict[torch.device, list[Source]] = field(default_factory=dict)
-    frozen_host: list[Source] = field(default_factory=list)
-    frozen_device: dict[torch.device, list[Source]] = field(default_factory=dict)
+    now: list[CopySource] = field(default_factory=list)
+    host: list[CopySource] = field(default_factory=list)
+    device: dict[torch.device, list[CopySource]] = field(default_factory=dict)
+    frozen_host: list[CopySource] = field(default_factory=list)
+    frozen_device: dict[torch.device, list[CopySource]] = field(default_factory=dict)
     watched: list[str] = field(default_factory=list)
     live: list[Callable[[], torch.Tensor | None]] = field(default_factory=list)
     samples: Samples = field(default_factory=lambda: Samples([]))
@@ -59,7 +59,7 @@ def make_program(leaves: Sequence[Leaf], roles: Sequence[Role], plan: Plan) -> P
     program, frozen = Program(), []
     for leaf, role in zip(leaves, roles, strict=True):
         place, device, is_late = plan.places[leaf.name], leaf.tensor.device, role.protection != "loose"
-        source = Source(leaf.name, leaf.tensor, place.start, place.nbytes, is_late, leaf.name in plan.checked)
+        source = CopySource(leaf.name, leaf.tensor, place.start, place.nbytes, is_late, leaf.name in plan.checked)
         if is_late:
             program.watched.append(leaf.name)
             program.live.append(role.live)

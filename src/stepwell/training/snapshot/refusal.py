@@ -16,7 +16,7 @@ SAY_SECONDS: Final = 600.0
 _SHARE: Final = 50
 
 
-class Refusal:
+class StateRefusal:
     """Why nothing was saved, and until when nothing is tried. Constructing only assigns."""
 
     def __init__(self) -> None:

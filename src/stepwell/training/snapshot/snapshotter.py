@@ -28,7 +28,7 @@ from stepwell.training.snapshot.quiet_moment import Between
 from stepwell.training.snapshot.record_size import check_size
 from stepwell.training.snapshot.slots import Slot, SlotPool
 from stepwell.training.snapshot.strategy import Choice
-from stepwell.training.snapshot.streamed import Answers, stream_image
+from stepwell.training.snapshot.streamed import StreamAnswers, stream_image
 from stepwell.training.state.flatten import Flat
 from stepwell.training.state.tracked import Tracked
 
@@ -36,7 +36,7 @@ _SLICE_SECONDS = 1.0
 
 if TYPE_CHECKING:
     from stepwell.storage.codecs.assignment import Deltas
-    from stepwell.training.snapshot.coded import Symbols
+    from stepwell.training.snapshot.coded import CodedSymbols
 
 
 class Snapshotter:
@@ -58,15 +58,15 @@ class Snapshotter:
         self._choice = Choice(strategy, log)
         self._log = log
         self._client = client
-        self.symbols: Symbols | None = None
+        self.symbols: CodedSymbols | None = None
         spare = 0
         if deltas is not None and deltas.device:
-            from stepwell.training.snapshot.coded import SPARE_BYTES, Symbols
+            from stepwell.training.snapshot.coded import SPARE_BYTES, CodedSymbols
 
             spare = SPARE_BYTES
-            self.symbols = Symbols(deltas, Arranger(tracked, self._number, is_partial=True), log, client.send)
+            self.symbols = CodedSymbols(deltas, Arranger(tracked, self._number, is_partial=True), log, client.send)
         self.pool = SlotPool(slots=slots, cap_bytes=host_memory, spare_bytes=spare, pages=CudaPages(), log=log)
-        self.answers = Answers()
+        self.answers = StreamAnswers()
         self._copier = Copier()
         self._between = Between()
         self._arranger = Arranger(tracked, self._number)

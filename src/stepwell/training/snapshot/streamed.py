@@ -18,7 +18,7 @@ from stepwell.handover.client import AgentClient
 from stepwell.handover.memory import Arena
 from stepwell.training.snapshot.guard import Copies, digests
 from stepwell.training.snapshot.host_copy import has_non_finite
-from stepwell.training.snapshot.inflight import Inflight, Void
+from stepwell.training.snapshot.inflight import Inflight, VoidReason
 from stepwell.training.snapshot.layout import Plan
 from stepwell.training.state.flatten import Flat
 
@@ -28,7 +28,7 @@ _ABOUT_ALL = ("replaced", "lost")
 """Of the words without a number those that end a save; others are about flushes and chains."""
 
 
-class Answers:
+class StreamAnswers:
     """What the agent says while a save is streamed, handed from the listening thread to the saving one."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def stream_image(
     *,
     number: Callable[[], int],
     log: journal.EventLog,
-    answers: Answers,
+    answers: StreamAnswers,
 ) -> Inflight:
     """Save through the agent, chunk by chunk. Returns when it is committed (of many ranks: this one's part durable) or
     failed; void if no agent took it.
@@ -90,7 +90,7 @@ def stream_image(
     inflight.stall_seconds = time.monotonic() - inflight.started
     inflight.done.set()
     if outcome not in ("durable", "released", "failed"):
-        inflight.void = Void("?", "the agent died or fell silent while it was streamed")
+        inflight.void = VoidReason("?", "the agent died or fell silent while it was streamed")
         log.emit(run_events.PersistFailed(step=inflight.step, error=inflight.void.seen_by, action="trying again soon"))
     elif outcome != "failed":
         log.emit(
@@ -114,7 +114,7 @@ def _send(
     plan: Plan,
     meta: dict[str, Any],
     inflight: Inflight,
-    answers: Answers,
+    answers: StreamAnswers,
 ) -> str:
     """One try. Returns the last word about it: durable, released (other ranks still write), failed, replaced, lost or
     silent.

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from stepwell.errors import DamagedError, StateError
 from stepwell.storage.format import dtypes, tree
 from stepwell.storage.format.box import Box
-from stepwell.training.state.shards import Part, is_distributed, part_of
+from stepwell.training.state.shards import ShardPart, is_distributed, part_of
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _SAFE_IN_NAMES = "._-+~ ()[],:@"
@@ -206,7 +206,7 @@ class Collector:
         return {"$npscalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
 
     def _add(
-        self, tensor: torch.Tensor, path: tree.Path, part: Part | None = None, origin: torch.Tensor | None = None
+        self, tensor: torch.Tensor, path: tree.Path, part: ShardPart | None = None, origin: torch.Tensor | None = None
     ) -> str:
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and key in self._known:

@@ -19,7 +19,7 @@ from stepwell.storage.format.checksum import block_digest
 _SHARDING_HOOK: Final = "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """The local tensor, and which box it is of a whole tensor of `shape`."""
 
     local: torch.Tensor
@@ -50,7 +50,7 @@ def only_shards(hook: Any) -> bool:
     )
 
 
-def part_of(value: Any, label: str) -> Part:
+def part_of(value: Any, label: str) -> ShardPart:
     """Which part of a DTensor is here. Raises StateError for one that is no part of anything, with `label` in it."""
     if any(placement.is_partial() for placement in value.placements):
         raise StateError(
@@ -60,9 +60,9 @@ def part_of(value: Any, label: str) -> Part:
         )
     shape, local = tuple(value.shape), value._local_tensor
     if not local.numel():
-        return Part(local, shape, Box((0,) * len(shape), (0,) * len(shape)))
+        return ShardPart(local, shape, Box((0,) * len(shape), (0,) * len(shape)))
     (chunk,) = value.__create_chunk_list__()
-    return Part(local, shape, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+    return ShardPart(local, shape, Box(tuple(chunk.offsets), tuple(chunk.sizes)))
 
 
 _mesh_digests: WeakKeyDictionary[Any, str] = WeakKeyDictionary()

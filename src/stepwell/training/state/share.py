@@ -29,7 +29,7 @@ def held_box(leaf: Leaf) -> tuple[tuple[int, ...], Box]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptRows:
     """Cut leaves that stay, made from those of `fixed`."""
 
     fixed: object
@@ -46,7 +46,7 @@ class Cutter:
 
     def __init__(self, rows: Mapping[str, tuple[int, int, str]], partners: Sequence[int] = ()) -> None:
         self._rows, self._partners = rows, tuple(partners)
-        self._kept: Kept | None = None
+        self._kept: KeptRows | None = None
 
     def cut(self, flat: Flat) -> Flat:
         """What this rank stores of a state."""
@@ -57,7 +57,7 @@ class Cutter:
         if self._kept is None or self._kept.fixed is not flat.fixed:
             fixed = flat.leaves[: flat.fixed_count]
             leaves, elsewhere = self._leaves(fixed)
-            self._kept = Kept(flat.fixed, leaves, self._copies(fixed), elsewhere)
+            self._kept = KeptRows(flat.fixed, leaves, self._copies(fixed), elsewhere)
         kept, rest = self._kept, flat.leaves[flat.fixed_count :]
         leaves, elsewhere = self._leaves(rest)
         return Flat(

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 
 from stepwell.errors import ConfigError, RoomError, StateError
 from stepwell.storage.chain.section_coder import Given
-from stepwell.storage.codecs.assignment import Part, Slot
+from stepwell.storage.codecs.assignment import CodedPart, CodedSlot
 from stepwell.storage.codecs.codec_spec import LC, Spec, Ternary, Uniform
-from stepwell.storage.codecs.coding_groups import AGAIN, EXACT, FRESH, Coded, Kept
+from stepwell.storage.codecs.coding_groups import AGAIN, EXACT, FRESH, Coded, KeptGroups
 from stepwell.storage.codecs.device import kernels
 from stepwell.storage.codecs.device.first_pass import Choices, Rules
-from stepwell.storage.codecs.device.kernel_tables import UNCODABLE, Places, Results, Sample
+from stepwell.storage.codecs.device.kernel_tables import UNCODABLE, Results, Sample, TablePlaces
 from stepwell.storage.codecs.parts import is_thinned
 from stepwell.storage.codecs.signature import COLUMNS, FACTOR, part_digest
 from stepwell.storage.codecs.sparse import Sparse
@@ -83,15 +83,17 @@ class _Side:
 class DeviceCoder:
     """One part of float32 tensors on one device; `start` makes one. Constructing makes room on the device."""
 
-    def __init__(self, part: Part, device: torch.device, skip: Spec | None) -> None:
+    def __init__(self, part: CodedPart, device: torch.device, skip: Spec | None) -> None:
         self.part, self._device, self._side = part, device, _Side(device)
         self._skip = part if skip is None else part.for_skip(skip)
         self.reference = torch.empty(part.size, dtype=torch.float32, device=device)
-        self._places = {bits: Places(part, bits, device) for bits in map(stored_bits, (part.spec, self._skip.spec))}
+        self._places = {
+            bits: TablePlaces(part, bits, device) for bits in map(stored_bits, (part.spec, self._skip.spec))
+        }
         self._sample = Sample(part, device)
         self._results = Results(len(part.groups()), self._sample.count, device)
         self._rules = Rules(part, device)
-        self._known: dict[int, Kept] = {}
+        self._known: dict[int, KeptGroups] = {}
         self._is_fresh = np.ones(len(part.groups()), np.bool_)
         self._counts = [slot.leaf.count for slot in part.slots]
         self._used, self._is_skip, self._is_thinned = self._places[stored_bits(part.spec)], False, False
@@ -99,14 +101,14 @@ class DeviceCoder:
         self._sources: list[torch.Tensor] = []
 
     @classmethod
-    def start(cls, part: Part, tensors: Sequence[torch.Tensor], *, skip: Spec) -> DeviceCoder:
+    def start(cls, part: CodedPart, tensors: Sequence[torch.Tensor], *, skip: Spec) -> DeviceCoder:
         """Take the tensors' values as those of the base. `skip`: codec of records against it. Raises RoomError."""
         coder = cls.make(part, tensors[0].device, skip=skip)
         coder.begin(tensors)
         return coder
 
     @classmethod
-    def make(cls, part: Part, device: torch.device, *, skip: Spec | None = None) -> DeviceCoder:
+    def make(cls, part: CodedPart, device: torch.device, *, skip: Spec | None = None) -> DeviceCoder:
         """`begin` comes next. Raises RoomError where the device has no memory for a copy of the part: code on the host
         then.
         """
@@ -175,13 +177,13 @@ class DeviceCoder:
         self._side.wait()
         places, coded, tables = self._used, Coded(), self._choices.tables
         outcomes, spans = self._results.outcomes(), list[slice]()
-        known: dict[int, Kept] = {}
+        known: dict[int, KeptGroups] = {}
         made = iter(range(len(outcomes)))
         for number, (kind, outcome) in enumerate(zip(self._choices.kinds.tolist(), outcomes, strict=True)):
             slots, span = places.tiles.groups[number]
             kept = self._known[number] if kind == AGAIN else None
             if kind == FRESH and tables is not None:
-                kept = Kept(tables.table(next(made)), 0)
+                kept = KeptGroups(tables.table(next(made)), 0)
             if kept is not None and not outcome.is_sound:
                 kind = EXACT
             elif kept is not None:
@@ -217,7 +219,7 @@ class DeviceCoder:
                     leaf=slot.leaf.name,
                 )
 
-    def _choose(self, part: Part, places: Places, is_fresh: NDArray[np.bool_]) -> Choices:
+    def _choose(self, part: CodedPart, places: TablePlaces, is_fresh: NDArray[np.bool_]) -> Choices:
         """As `parts._code_group`, for all groups at once: the first pass, if a group wants a new table."""
         if not is_fresh.any():
             return Choices(np.full(is_fresh.size, AGAIN, np.int32))
@@ -227,7 +229,7 @@ class DeviceCoder:
 
         return self._rules.make(part.spec, is_fresh, count, self._side.catch_up)
 
-    def _run(self, part: Part, places: Places) -> None:
+    def _run(self, part: CodedPart, places: TablePlaces) -> None:
         """The second pass; what it left wrong is put right at once, while the tensors are as they were."""
         rules, results = self._rules, self._results
         found = (results.stats, results.trouble, places.powers, results.sums, places.tiles.rows)
@@ -242,7 +244,7 @@ class DeviceCoder:
         self._sample.measure(places.leaves, self.reference, results.error)
 
     def _launch(
-        self, kernel: Any, places: Places, *arguments: Any, programs: int | None = None, **options: Any
+        self, kernel: Any, places: TablePlaces, *arguments: Any, programs: int | None = None, **options: Any
     ) -> None:
         """Over all tiles: a program each, unless it is said how many."""
         if places.count:
@@ -251,7 +253,7 @@ class DeviceCoder:
                 **options,
             )  # fmt: skip
 
-    def _exact(self, slots: Sequence[Slot]) -> list[bytes]:
+    def _exact(self, slots: Sequence[CodedSlot]) -> list[bytes]:
         """The values of a group that could not be coded, which the reference holds."""
         with self._side.copies():
             lines = [self.reference[slot.start : slot.start + slot.leaf.count].cpu() for slot in slots]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stepwell.storage.codecs.assignment import Part
+from stepwell.storage.codecs.assignment import CodedPart
 from stepwell.storage.codecs.codec_spec import LC, Spec
 from stepwell.storage.codecs.coding_groups import AGAIN, EXACT, FRESH, SAME
 from stepwell.storage.codecs.device import kernels
@@ -45,7 +45,7 @@ class Choices:
 class Rules:
     """What is done with each group. Constructing makes room on the device."""
 
-    def __init__(self, part: Part, device: torch.device) -> None:
+    def __init__(self, part: CodedPart, device: torch.device) -> None:
         self._groups = len(part.groups())
         sizes = [sum(slot.leaf.count for slot in slots) for slots in part.groups()]
         self._entries: Counts = np.array(sizes, np.int64)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from stepwell.storage.chain.section_coder import sample_stride
-from stepwell.storage.codecs.assignment import Part
+from stepwell.storage.codecs.assignment import CodedPart
 from stepwell.storage.codecs.device import kernels
 from stepwell.storage.codecs.device.thinning import Thinner
 from stepwell.storage.codecs.device.tiles import lay_out
@@ -28,10 +28,10 @@ UNCODABLE: Final = (MOST_EXPONENT + 1) << MANTISSA_BITS
 _INFINITE: Final = 255 << MANTISSA_BITS
 
 
-class Places:
+class TablePlaces:
     """Where leaves and their symbols of so many bits are, and room for the symbols on both sides."""
 
-    def __init__(self, part: Part, bits: int, device: torch.device) -> None:
+    def __init__(self, part: CodedPart, bits: int, device: torch.device) -> None:
         self.tiles, self.bits, self._device = lay_out(part, bits, kernels.WIDTH, kernels.TILE_ROWS), bits, device
         self.count = len(self.tiles.table)
         self.table = up(self.tiles.table, device)
@@ -115,7 +115,7 @@ class Results:
 class Sample:
     """Entries that the error is taken of, as `coder` does on the host."""
 
-    def __init__(self, part: Part, device: torch.device) -> None:
+    def __init__(self, part: CodedPart, device: torch.device) -> None:
         stride = sample_stride(part.size)
         lines = [np.arange(0, slot.leaf.count, stride, dtype=np.int64) for slot in part.slots]
         owners = np.repeat(np.arange(len(lines), dtype=np.int64), [line.size for line in lines])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stepwell.storage.codecs.assignment import Part, Slot
+from stepwell.storage.codecs.assignment import CodedPart, CodedSlot
 from stepwell.storage.codecs.coding_groups import group_nbytes
 from stepwell.storage.codecs.floats import Words
 from stepwell.storage.codecs.quantise import packed_nbytes
@@ -28,7 +28,7 @@ class Tiles:
 
     table: NDArray[np.int64]
     leaves: NDArray[np.int64]
-    groups: tuple[tuple[list[Slot], slice], ...]
+    groups: tuple[tuple[list[CodedSlot], slice], ...]
     powers: Words
     rows: int
 
@@ -40,7 +40,7 @@ class Tiles:
         return leaves, ALIGNMENT if is_aligned else 1
 
 
-def lay_out(part: Part, bits: int, width: int, most_rows: int) -> Tiles:
+def lay_out(part: CodedPart, bits: int, width: int, most_rows: int) -> Tiles:
     """Tables for symbols of so many bits; tiles of `width` entries in up to `most_rows` rows."""
     numbers = {slot.leaf.name: number for number, slot in enumerate(part.slots)}
     leaves, groups, position = np.zeros((len(part.slots), 5), np.int64), [], 0

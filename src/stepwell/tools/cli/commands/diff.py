@@ -8,7 +8,7 @@ import click
 
 from stepwell.events.progress_bar import bar
 from stepwell.tools.cli import wording
-from stepwell.tools.cli.locate import Found, locate
+from stepwell.tools.cli.locate import Located, locate
 from stepwell.tools.cli.output import Column, json_option, print_json, print_table, print_wrapped, say
 from stepwell.tools.interchange.comparison import Change, Comparison, compare
 
@@ -37,7 +37,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def _print(left: Found, right: Found, found: Comparison) -> None:
+def _print(left: Located, right: Located, found: Comparison) -> None:
     same = f"{wording.count(found.equal_tensors, 'tensor')} and {wording.count(found.equal_values, 'value')} equal"
     ranks = left.manifest.world_size, right.manifest.world_size
     if ranks[0] != ranks[1]:
@@ -65,7 +65,7 @@ def _how(change: Change) -> str:
     return text
 
 
-def _document(left: Found, right: Found, found: Comparison) -> dict[str, Any]:
+def _document(left: Located, right: Located, found: Comparison) -> dict[str, Any]:
     return {
         "a": left.label,
         "b": right.label,

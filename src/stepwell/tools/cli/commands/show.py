@@ -12,10 +12,10 @@ from stepwell.restore.whole import Whole, whole_leaf
 from stepwell.storage.format.record import FileEntry, LeafEntry, Record
 from stepwell.tools.cli import wording
 from stepwell.tools.cli.decisions import show_policy
-from stepwell.tools.cli.locate import Found, find_run, locate, step_option
+from stepwell.tools.cli.locate import Located, find_run, locate, step_option
 from stepwell.tools.cli.output import Column, json_option, print_json, print_table, print_wrapped, say
 from stepwell.tools.interchange.merged import tree_of
-from stepwell.tools.interchange.outline import METADATA, Node, outline, summary, value_text
+from stepwell.tools.interchange.outline import METADATA, OutlineNode, outline, summary, value_text
 
 _COLUMNS = (Column("state"), Column("type"), Column("size", right=True), Column("role", gives_way=1))
 _FILE_COLUMNS = (Column("your files"), Column("size", right=True))
@@ -50,7 +50,7 @@ def show(run: str, step: int | None, policy: bool, as_json: bool) -> None:
         print_table(_FILE_COLUMNS, [[_given_name(*pair), wording.size(pair[1].nbytes)] for pair in attached])
 
 
-def _headline(found: Found, whole: Whole) -> str:
+def _headline(found: Located, whole: Whole) -> str:
     manifest = found.manifest
     tensors = wording.count(len(whole.leaves), "tensor")
     text = f"{found.label}: {tensors}, {wording.size(whole.nbytes)}, saved {wording.age(manifest.created)} ago"
@@ -69,10 +69,10 @@ def _given_name(record: Record, file: FileEntry) -> str:
     return name if record.owner.is_leader else f"{name} (rank {record.owner.rank})"
 
 
-def _rows(root: Node, leaves: dict[str, LeafEntry]) -> Iterator[list[str]]:
+def _rows(root: OutlineNode, leaves: dict[str, LeafEntry]) -> Iterator[list[str]]:
     shown: dict[str, str] = {}
 
-    def visit(key: str, node: Node, depth: int, path: str) -> Iterator[list[str]]:
+    def visit(key: str, node: OutlineNode, depth: int, path: str) -> Iterator[list[str]]:
         label = f"{'  ' * depth}{key}"
         if node.leaf is not None:
             yield [label, *_tensor(node, leaves, shown, path)]
@@ -84,7 +84,7 @@ def _rows(root: Node, leaves: dict[str, LeafEntry]) -> Iterator[list[str]]:
                 if name != METADATA:
                     yield from visit(name, child, depth + 1, f"{path}/{name}")
 
-    def plain(label: str, node: Node, depth: int) -> Iterator[list[str]]:
+    def plain(label: str, node: OutlineNode, depth: int) -> Iterator[list[str]]:
         text = summary(node)
         is_nested = node.is_keyed or any(child.children for _, child in node.children)
         if is_nested and node.children and len(text) > _INLINE // 2:
@@ -99,7 +99,7 @@ def _rows(root: Node, leaves: dict[str, LeafEntry]) -> Iterator[list[str]]:
         yield from visit(name, child, 0, name)
 
 
-def _tensor(node: Node, leaves: dict[str, LeafEntry], shown: dict[str, str], path: str) -> list[str]:
+def _tensor(node: OutlineNode, leaves: dict[str, LeafEntry], shown: dict[str, str], path: str) -> list[str]:
     leaf = _leaf(node, leaves)
     if leaf.name in shown:
         return [f"the same as {shown[leaf.name]}", "", ""]
@@ -109,16 +109,16 @@ def _tensor(node: Node, leaves: dict[str, LeafEntry], shown: dict[str, str], pat
     return [f"{kind}{leaf.dtype} {list(leaf.shape)}", wording.size(leaf.end - leaf.start), role]
 
 
-def _leaf(node: Node, leaves: dict[str, LeafEntry]) -> LeafEntry:
+def _leaf(node: OutlineNode, leaves: dict[str, LeafEntry]) -> LeafEntry:
     if node.leaf not in leaves:
         raise DamagedError(f"the record lacks leaf {node.leaf!r}; `stepwell verify` checks the others")
     return leaves[node.leaf]
 
 
 def _document(
-    found: Found,
+    found: Located,
     whole: Whole,
-    root: Node,
+    root: OutlineNode,
     leaves: dict[str, LeafEntry],
     attached: list[tuple[Record, FileEntry]],
 ) -> dict[str, Any]:

@@ -14,8 +14,9 @@ import click
 
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.events.progress_bar import bar
+from stepwell.restore.byte_sources import BlockSource
 from stepwell.restore.from_disk import open_file
-from stepwell.restore.verified_read import Source, read_file
+from stepwell.restore.verified_read import read_file
 from stepwell.restore.whole import Part, Whole, check_cover
 from stepwell.storage.format.manifest import Lineage
 from stepwell.storage.format.record import FileEntry
@@ -34,7 +35,7 @@ _Key = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FileVerdict:
     """One checkpoint: what is wrong with it, one sentence for each file; empty if it is whole."""
 
     id: CheckpointId
@@ -89,7 +90,7 @@ def _check_run(paths: RunPaths) -> Iterator[str]:
                 yield str(error)
 
 
-def _check_all(paths: RunPaths, entries: list[catalog.Entry], add: Callable[[int], None]) -> Iterator[Verdict]:
+def _check_all(paths: RunPaths, entries: list[catalog.Entry], add: Callable[[int], None]) -> Iterator[FileVerdict]:
     known: dict[_Key, str | None] = {}
     for entry in entries:
         verdict = _check(paths, entry, known, add)
@@ -97,10 +98,12 @@ def _check_all(paths: RunPaths, entries: list[catalog.Entry], add: Callable[[int
             yield verdict  # else a live run pruned it while we read: nothing is wrong
 
 
-def _check(paths: RunPaths, entry: catalog.Entry, known: dict[_Key, str | None], add: Callable[[int], None]) -> Verdict:
+def _check(
+    paths: RunPaths, entry: catalog.Entry, known: dict[_Key, str | None], add: Callable[[int], None]
+) -> FileVerdict:
     manifest = entry.manifest
     if manifest is None:
-        return Verdict(entry.id, 0, [entry.damage or "no manifest"])
+        return FileVerdict(entry.id, 0, [entry.damage or "no manifest"])
     damage, records = [], []
     for rank in range(manifest.world_size):
         try:
@@ -118,10 +121,10 @@ def _check(paths: RunPaths, entry: catalog.Entry, known: dict[_Key, str | None],
             check_cover(Whole([Part(record, _no_source) for record in records]))
         except DamagedError as error:
             damage.append(f"{entry.path}: {error}")
-    return Verdict(entry.id, manifest.nbytes, damage)
+    return FileVerdict(entry.id, manifest.nbytes, damage)
 
 
-def _no_source(file: FileEntry) -> Source:
+def _no_source(file: FileEntry) -> BlockSource:
     raise AssertionError(f"{file.name}: the records alone are looked at")
 
 
@@ -162,7 +165,7 @@ def _ignore(*_: Any) -> None:
     """Nobody wants the bytes; they were checked."""
 
 
-def _print(verdicts: list[Verdict], of_run: list[str], damaged: list[Verdict]) -> None:
+def _print(verdicts: list[FileVerdict], of_run: list[str], damaged: list[FileVerdict]) -> None:
     print_table(
         _COLUMNS,
         [
@@ -183,7 +186,7 @@ def _print(verdicts: list[Verdict], of_run: list[str], damaged: list[Verdict]) -
         say(f"{wording.count(len(verdicts), 'checkpoint')} whole, {total}")
 
 
-def _document(paths: RunPaths, verdicts: list[Verdict], of_run: list[str]) -> dict[str, Any]:
+def _document(paths: RunPaths, verdicts: list[FileVerdict], of_run: list[str]) -> dict[str, Any]:
     return {
         "run": str(paths.root),
         "whole": not of_run and not any(verdict.damage for verdict in verdicts),

@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 
 from stepwell.events.journal import read_events
-from stepwell.restore.preference import NOT_COMMITTED, Choice, choose
+from stepwell.restore.preference import NOT_COMMITTED, Ranked, choose
 from stepwell.storage.store.lineage import newest_number, read_history
 from stepwell.storage.store.nodes_mark import Mark, read_mark
 from stepwell.storage.store.paths import RunPaths
@@ -74,7 +74,7 @@ def why(run: str, before: int | None, step: int | None, as_json: bool) -> None:
         print_wrapped(f"in use: {life.why}")
 
 
-def explained(paths: RunPaths, life: Life, choices: Sequence[Choice]) -> list[Choice]:
+def explained(paths: RunPaths, life: Life, choices: Sequence[Ranked]) -> list[Ranked]:
     """The same, and of what is not committed what became of it, as far as processes and event logs tell."""
     if not any(choice.reason == NOT_COMMITTED for choice in choices):
         return list(choices)
@@ -104,13 +104,13 @@ def _failures(paths: RunPaths) -> dict[tuple[int, int], str]:
     return found
 
 
-def _ahead(paths: RunPaths, choices: Sequence[Choice]) -> list[Reach]:
+def _ahead(paths: RunPaths, choices: Sequence[Ranked]) -> list[Reach]:
     """Chains that reach beyond the first choice."""
     best = max((choice.entry.id.step for choice in choices if choice.rank == 0), default=-1)
     return [reach for reach in find_reaches(paths) if reach.step > best]
 
 
-def _on_nodes(paths: RunPaths, choices: Sequence[Choice]) -> Mark | None:
+def _on_nodes(paths: RunPaths, choices: Sequence[Ranked]) -> Mark | None:
     """What was whole on the nodes, if that is newer than the first choice."""
     mark = read_mark(paths)
     if mark is None or not read_history(paths).is_live(mark.newest):
@@ -157,7 +157,7 @@ def newest_in_memory(paths: RunPaths, life: Life, *, step: int | None, before: i
     return InMemory(step=id.step, agent_pid=life.agent_pids[-1], is_suspect=id in suspects)
 
 
-def _is_preferred(memory: InMemory, choices: Sequence[Choice]) -> bool:
+def _is_preferred(memory: InMemory, choices: Sequence[Ranked]) -> bool:
     """Whether a restart would take it rather than the best one on disk. Memory wins at the same step."""
     best = next((choice.entry for choice in choices if choice.rank == 0), None)
     if best is None:
@@ -175,7 +175,7 @@ def _memory_sentence(memory: InMemory, life: Life) -> str:
     return f"{holder}; a restart here, before the agent gives up waiting, uses that rather than the disk"
 
 
-def _nothing(run: str, choices: Sequence[Choice]) -> str:
+def _nothing(run: str, choices: Sequence[Ranked]) -> str:
     if not any(choice.entry.is_committed for choice in choices):
         return f"nothing to restore: a restart in {run} starts fresh"
     return (
@@ -184,7 +184,7 @@ def _nothing(run: str, choices: Sequence[Choice]) -> str:
     )
 
 
-def _document(paths: RunPaths, choices: Sequence[Choice], memory: InMemory | None, life: Life) -> dict[str, Any]:
+def _document(paths: RunPaths, choices: Sequence[Ranked], memory: InMemory | None, life: Life) -> dict[str, Any]:
     preferred = memory is not None and _is_preferred(memory, choices)
     return {
         "run": str(paths.root),

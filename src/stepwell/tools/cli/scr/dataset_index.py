@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from stepwell.adapters.scr.prefix_flush import remove
-from stepwell.adapters.scr.prefix_index import CHECKPOINT, OUTPUT, Index, Listed, Prefix
+from stepwell.adapters.scr.prefix_index import CHECKPOINT, OUTPUT, Index, ListedDataset, Prefix
 from stepwell.adapters.scr.salvage import open_prefix
 from stepwell.errors import ConfigError
 from stepwell.tools.cli import wording
@@ -69,7 +69,7 @@ def index(
         print_table(_COLUMNS, [_row(item, known) for item in found])
 
 
-def _find(place: Prefix, name: str) -> Listed:
+def _find(place: Prefix, name: str) -> ListedDataset:
     found = place.find(name)
     if found is None:
         raise ConfigError(f"{name}: no dataset of this name in {place.root}; `stepwell index` lists them")
@@ -84,13 +84,13 @@ def _offer(place: Prefix, directory: str) -> None:
     place.change_index(change)
 
 
-def _kind(item: Listed) -> str:
+def _kind(item: ListedDataset) -> str:
     flags = item.description.flags if item.description is not None else 0
     words = [word for bit, word in ((CHECKPOINT, "checkpoint"), (OUTPUT, "output")) if flags & bit]
     return "+".join(words) or "-"
 
 
-def _state(item: Listed, known: Index) -> str:
+def _state(item: ListedDataset, known: Index) -> str:
     directory = item.id.directory
     if directory in known.dropped:
         return "dropped"
@@ -101,13 +101,13 @@ def _state(item: Listed, known: Index) -> str:
     return "" if item.is_live else "another history went on"
 
 
-def _row(item: Listed, known: Index) -> list[str]:
+def _row(item: ListedDataset, known: Index) -> list[str]:
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.manifest.created))
     size, ranks = wording.size(item.manifest.nbytes), str(item.manifest.world_size)
     return [str(item.id.step), item.name, _kind(item), ranks, size, written, _state(item, known)]
 
 
-def _document(item: Listed, known: Index) -> dict[str, Any]:
+def _document(item: ListedDataset, known: Index) -> dict[str, Any]:
     return {
         "number": item.id.step,
         "name": item.name,

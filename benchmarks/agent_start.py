@@ -36,7 +36,7 @@ def start_one(root: Path) -> tuple[float, int]:
     paths = RunPaths(root)
     run, lineage = open_run(paths, seed=1), create_next(paths, parent=0, step=0)
     log = EventLog(paths.events, who="trainer")
-    client = AgentClient(log, lambda _: None)
+    client = AgentClient(log)
     facts = {"run": run.id, "root": str(root), "lineage": lineage.number, "keep": {}, "linger": 0}
     hello = {"type": "hello", "pid": os.getpid(), "rank": 0, "world_size": 1, **facts}
     started = time.monotonic()

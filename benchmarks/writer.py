@@ -109,11 +109,12 @@ class Puppet:
         self.log = EventLog(self.paths.events, who="trainer")
         self.heard = threading.Condition()
         self.messages: list[dict[str, Any]] = []
-        self.client = AgentClient(self.log, self._hear)
+        self.client = AgentClient(self.log)
         self.number = self.lineage << 32
         keep: dict[str, Any] = {}
         self.client.start({"type": "hello", "pid": os.getpid(), "run": self.run.id, "root": str(root),
-                           "lineage": self.lineage, "rank": 0, "world_size": 1, "keep": keep, "linger": 0})  # fmt: skip
+                           "lineage": self.lineage, "rank": 0, "world_size": 1, "keep": keep, "linger": 0},
+                          self._hear)  # fmt: skip
         self.arena = Arena.allocate(ArenaShape(self.next(), 1, whole_pages(self.layout.nbytes), 0))
         self.fill()
         self.client.send_arena(vars(self.arena.shape), self.arena.fd)

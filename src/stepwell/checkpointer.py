@@ -34,6 +34,7 @@ from stepwell.training.loop.forked_child import Home
 from stepwell.training.loop.iteration import Iteration
 from stepwell.training.loop.outcomes import Outcomes
 from stepwell.training.loop.preemption import Leave
+from stepwell.training.loop.reactions import AgentReactions, RankReactions
 from stepwell.training.loop.run_state import OwnState
 from stepwell.training.loop.save import Saving
 from stepwell.training.loop.save_handle import SaveHandle
@@ -97,11 +98,7 @@ class Checkpointer:
         given = {"keep": keep, "data": data, "seed": seed, "host_memory": host_memory, "snapshot": snapshot}
         given |= {"grace": grace, "notice": notice, "on_unseekable": on_unseekable, "policy": policy}
         options.check_options(memory=memory, track=track, **given)
-        self._together = Together(
-            lambda step: self._saving.on_late(step),
-            lambda rank, costs: self._pace.note_others(rank, costs),
-            lambda: self._leave.take("another rank"),
-        )
+        self._together = Together()
         place, owner = options.run_place(where), self._together.owner
         self._deltas = options.read_deltas(deltas, place=place, memory=memory, levels=levels, ranks=owner.world_size)
         memory, levels = (memory, levels) if self._deltas is None else (Every(steps=self._deltas.every), [])
@@ -112,14 +109,12 @@ class Checkpointer:
         self._seed, self._levels = seed, read_levels(levels)
         self._tracked = track_objects(options.named_objects(track, tracked))
         self._capture = Capture(self._tracked)
-        self._log = self._together.log = journal.EventLog(
-            self._paths.events, who="trainer", rank=self._paths.rank, background=True
-        )
-        self._pace = Schedule(self._paths, owner, options.choose_policy(policy, overhead), memory, self._log)
-        self._outcomes = Outcomes(
-            self._pace.end, lambda pid: self._progress.update(self._steps.step, agent_pid=pid), self._log
-        )
-        self._client = AgentClient(self._log, self._outcomes.on_agent)
+        self._log = journal.EventLog(self._paths.events, who="trainer", rank=self._paths.rank, background=True)
+        self._progress = ProgressFile(self._paths.progress, self._log.later)
+        has_optimizers = any(item.optimizer is not None for item in self._tracked)
+        self._steps = steps = StepCounter(has_optimizers=has_optimizers, has_data=data is not None)
+        self._pace = pace = Schedule(self._paths, owner, options.choose_policy(policy, overhead), memory, self._log)
+        self._client = AgentClient(self._log)
         self._snapshotter = Snapshotter(
             self._tracked,
             strategy=snapshot,
@@ -129,21 +124,18 @@ class Checkpointer:
             deltas=self._deltas,
             log=self._log,
             client=self._client,
-            on_settled=self._outcomes.on_settled,
         )
-        self._outcomes.attach(self._snapshotter)
-        self._progress = ProgressFile(self._paths.progress, self._log.later)
-        self._steps = StepCounter()
-        self._leave = Leave(self._log, lambda: self._steps.step, lambda: self._pace.close(TOLD), grace, notice)
+        self._outcomes = Outcomes(pace, self._snapshotter, self._log)
+        self._leave = Leave(self._log, lambda: steps.step, lambda: pace.close(TOLD), grace, notice)
         self.data = Batches(data, on_unseekable, self._log.emit)
         self._gradients = Gradients(self._tracked)
-        self._own = OwnState(self._steps, self.data, self._gradients)
+        self._own = OwnState(steps, self.data, self._gradients)
         self._reopened: Reopened | None = None
         self._may_abandon = False
         stages = self._snapshotter, self._outcomes, self._together, self._client, self._log
-        self._saving = Saving(self._capture, self._own, self._steps, self._pace, *stages)
-        loop = self._steps, self.data, self._own, self._gradients, self._capture, self._pace, self._leave
-        self._iteration = self.data.loop = Iteration(
+        self._saving = Saving(self._capture, self._own, steps, pace, *stages)
+        loop = steps, self.data, self._own, self._gradients, self._capture, pace, self._leave
+        self._iteration = Iteration(
             *loop,
             *stages[:3],
             self._saving,
@@ -152,15 +144,13 @@ class Checkpointer:
             Untracked(self._tracked, self._log.emit),
             wants_epochs=options.wants_epochs(policy, memory, self._keep),
             ensure_open=self._ensure_open,
-            go=lambda order: self._ending.go(order),
             on_step=self._progress.update,
         )
+        self.data.report_to(self._iteration)
         hooks = hook(self._tracked, self._iteration.before_optimizer_step, self._iteration.after_optimizer_step)
-        self._steps.has_optimizers, self._steps.has_data = bool(hooks), data is not None
-        parts = self._saving, self._iteration, self._leave, self._pace, self._progress
+        parts = self._saving, self._iteration, self._leave, pace, self._progress
         seconds = options.seconds_from("STEPWELL_CLOSE_SECONDS", 120)
         self._ending = Ending(*stages, *parts, self._home, seconds, hooks)
-        self._leave.finish_between = self._ending.go_along
 
     # -- opening and restoring ----------------------------------------------------------------------------------------
 
@@ -233,26 +223,28 @@ class Checkpointer:
 
     def _open(self, reopened: Reopened) -> None:
         """From here on the run is ours: agent, data, hooks, memory."""
-        self._log.lineage = self._outcomes.lineage = reopened.lineage.number
+        number = self._log.lineage = reopened.lineage.number
+        self._outcomes.open(number, AgentReactions(self._together, self._saving, self._progress))
         self._gradients.begin()
         if reopened.own is not None:
             for problem in self._own.load(reopened.own, reopened.derived_seed):
                 self._log.emit(run_events.Mismatch(problems=[problem]))
             for event in self._own.remarks(reopened.own, settings(self._tracked)):
                 self._log.emit(event)
-        self._iteration.begin()
-        self._snapshotter.open(reopened.lineage.number)
-        self._client.start(reopened.hello(self._paths, self._keep, self._deltas))
-        self._together.start(reopened.key)
+        self._iteration.begin(self._ending.go)
+        self._snapshotter.open(number, self._outcomes)
+        self._client.start(reopened.hello(self._paths, self._keep, self._deltas), self._outcomes.on_agent)
+        stages = self._capture, self._pace, self._leave, self._outcomes, self._saving, self._iteration
+        self._together.start(reopened.key, RankReactions(*stages), self._log)
         self._reopened = reopened
         _open_runs[self._paths.identity, self._paths.rank] = self._ending
         self._ending.name_those_beside(list(_open_runs.values()))
         for remark in self._remarks:
             self._log.emit(remark)
-        self._saving.has_levels, self._saving.has_deltas = reopened.orders is not None, self._deltas is not None
+        self._saving.open(has_levels=reopened.orders is not None, has_deltas=self._deltas is not None)
         self._pace.open(is_restart=reopened.restored is not None)
         self._ending.listen()
-        self._progress.open(lineage=reopened.lineage.number, agent_pid=self._client.pid, step=self._steps.step)
+        self._progress.open(lineage=number, agent_pid=self._client.pid, step=self._steps.step)
         self._log.emit(reopened.start(step=self._steps.step, agent_pid=self._client.pid, data=self.data.exactness))
         self._prepare(reopened)
 

@@ -66,7 +66,7 @@ class Puppet:
         self.frozen = lay_out([LeafSpec("model/base", "uint8", (frozen_bytes,))]) if frozen_bytes else None
         self.log = journal.EventLog(self.paths.events, who="trainer")
         self.messages: list[Message] = []
-        self.client = AgentClient(self.log, self._on_message)
+        self.client = AgentClient(self.log)
         self._heard = threading.Condition()
         self._linger = linger
         self._number = 0
@@ -80,7 +80,7 @@ class Puppet:
     def start(self, *, parent: int = 0, step: int = 0) -> None:
         """Open the run, start the agent, give it arena and layout."""
         self.open(parent=parent, step=step)
-        self.client.start(self.hello())
+        self.client.start(self.hello(), self._on_message)
         self.prepare()
 
     def open(self, *, parent: int = 0, step: int = 0) -> None:

@@ -109,7 +109,7 @@ def test_a_word_to_the_other_ranks_outlives_an_agent_that_is_killed_while_closin
     monkeypatch.setenv("STEPWELL_CRASH_MARK", str(mark))
     puppet = Puppet(run_dir)
     puppet.open()
-    puppet.client.start(puppet.hello() | {"rank": 1, "world_size": 2})
+    puppet.client.start(puppet.hello() | {"rank": 1, "world_size": 2}, puppet._on_message)
     puppet.prepare()
     puppet.client.say_void({"type": "void", "step": 3, "repeat": 0, "reason": "refused"})
     wait_for(mark.exists, "stopped")

@@ -125,7 +125,7 @@ def restore(root: Path, objects: dict[str, Any], **options: Any) -> Reopened:
     """What `Checkpointer.restore` does, up to the point where it would greet its agent."""
     paths = RunPaths(root)
     log = journal.EventLog(paths.events, who="trainer")
-    client = AgentClient(log, lambda _: None)
+    client = AgentClient(log)
     try:
         nothing = {"attach": lambda seed: None, "check": lambda own: None}
         return reopen(paths, track(objects), seed=None, log=log, client=client, **nothing, **options)

@@ -35,9 +35,9 @@ _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.2, 30.0
 class AgentClient:
     """One agent for one trainer. Constructing only assigns; `start` or `adopt` makes the process appear."""
 
-    def __init__(self, log: journal.EventLog, on_message: Callable[[Message], None]) -> None:
+    def __init__(self, log: journal.EventLog) -> None:
         self._log = log
-        self._on_message = on_message
+        self._on_message: Callable[[Message], None] = lambda message: None
         self._hello: Message = {}
         self._serving: tuple[Message, int] | None = None
         self._served: Channel | None = None
@@ -58,9 +58,9 @@ class AgentClient:
         self._deaths = Deaths()
         self.pid = 0
 
-    def start(self, hello: Message) -> None:
+    def start(self, hello: Message, on_message: Callable[[Message], None] = lambda message: None) -> None:
         """Start an agent, or take over the adopted one. Returns when it answered. Raises AgentError."""
-        self._hello = hello
+        self._hello, self._on_message = hello, on_message
         with self._lock:
             for tries_left in reversed(range(_START_TRIES)):
                 try:

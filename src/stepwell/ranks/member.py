@@ -9,7 +9,7 @@ Holds:   alone, nothing here does anything. After opening nothing here waits, bu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from stepwell import faults
 from stepwell.errors import GroupError
@@ -30,31 +30,53 @@ Costs = tuple[float, float]
 """What a checkpoint takes from training, and until it is durable."""
 
 
+class ThisRank(Protocol):
+    """What the training process of this rank answers, and does, when other ranks say something."""
+
+    def find_roles(self, leaves: Sequence[Leaf]) -> list[Role]:
+        """How each leaf may be copied, and what it is."""
+        ...
+
+    def policies(self) -> list[Any]:
+        """What it counts by."""
+        ...
+
+    def follow_policies(self, policies: list[Any]) -> None:
+        """Count by rank 0's."""
+
+    def is_within_step(self) -> bool:
+        """A step has begun, and its end is still to come."""
+        ...
+
+    def on_late(self, step: int) -> None:
+        """See `Agreement`."""
+
+    def on_alone(self, step: int, repeat: int, by: int, missing: int) -> None:
+        """Rank 0: not all ranks ask for this save."""
+
+    def on_ended(self, step: int, repeat: int, missing: int) -> None:
+        """Rank 0 ended such a save."""
+
+    def on_costs(self, rank: int, costs: Costs) -> None:
+        """Rank 0: what checkpoints cost another rank."""
+
+    def on_leave(self) -> None:
+        """Rank 0: another rank has to leave."""
+
+    def on_rank_lost(self, rank: int) -> None:
+        """It is gone."""
+
+    def on_no_agent(self, rank: int) -> None:
+        """It has no agent any more."""
+
+
 class Together:
-    """This rank among the others. Constructing only assigns; `open` is collective.
+    """This rank among the others. Constructing only assigns; `open` is collective."""
 
-    on_late:   see `Agreement`
-    on_costs:  told what checkpoints cost another rank (rank 0 only)
-    on_leave:  another rank was told to leave (rank 0 only)
-    """
-
-    def __init__(
-        self,
-        on_late: Callable[[int], None],
-        on_costs: Callable[[int, Costs], None],
-        on_leave: Callable[[], object],
-    ) -> None:
-        self.log: journal.EventLog | None = None
-        self.find_roles: Callable[[Sequence[Leaf]], list[Role]] = lambda leaves: []
-        self.on_lost: Callable[[int], None] = lambda rank: None
-        self.on_no_agent: Callable[[int], None] = lambda rank: None
-        self.on_alone: Callable[[int, int, int, int], None] = lambda step, repeat, by, missing: None
-        self.is_within_step: Callable[[], bool] = lambda: False
-        self.on_ended: Callable[[int, int, int], None] = lambda step, repeat, missing: None
-        self.policies: Callable[[], list[Any]] = list
-        self.follow_policies: Callable[[list[Any]], None] = lambda told: None
-        self._on_late, self._on_costs, self._on_leave = on_late, on_costs, on_leave
+    def __init__(self) -> None:
         self.group: Group = choose_group()
+        self._log: journal.EventLog | None = None
+        self._here: ThisRank | None = None
         self._is_open = False
         self._line: Line | None = None
         self._agreement: Agreement | None = None
@@ -85,31 +107,32 @@ class Together:
             self.group.open()
         return self.group
 
-    def start(self, key: bytes) -> None:
+    def start(self, key: bytes, here: ThisRank, log: journal.EventLog) -> None:
         """All have restored: from here on they talk over the line, with the run's key. Collective."""
         if self.is_alone:
             return
+        self._here, self._log = here, log
         self._line = line = Line(self.group, key, self._on_message, self._on_line_lost)
-        self._agreement = Agreement(self.group.rank, self.group.size, self._line.send, self._on_late)
+        self._agreement = Agreement(self.group.rank, self.group.size, self._line.send, here.on_late)
         self._asked = Asked(
             self.group.rank,
             self._line.send,
             lambda rank, message: line.send(message, to=rank),
-            lambda *facts: self.on_alone(*facts),
+            here.on_alone,
             ranks=self.group.size,
-            is_within_step=lambda: self.is_within_step(),
+            is_within_step=here.is_within_step,
             seconds=default_seconds(),
         )
-        self._shared = ShareRounds(self.group.rank, self.group.size, self._line.send_large, self.find_roles, self._emit)
+        self._shared = ShareRounds(self.group.rank, self.group.size, self._line.send_large, here.find_roles, self._emit)
         self._line.open()
-        self._compare_policies()
+        self._compare_policies(here)
         self.group.rest()
 
-    def _compare_policies(self) -> None:
+    def _compare_policies(self, here: ThisRank) -> None:
         """Ranks that count by different policies would never checkpoint the same step. Collective."""
-        told = self.group.all_gather(self.policies(), "the policies")
+        told = self.group.all_gather(here.policies(), "the policies")
         if told[self.group.rank] != told[0]:
-            self.follow_policies(told[0])
+            here.follow_policies(told[0])
         for rank, policies in enumerate(told if self.group.is_leader else ()):
             for name, first, other in zip(("policy", "memory"), told[0], policies, strict=True):
                 if other != first:
@@ -124,8 +147,8 @@ class Together:
         self.group.close()
 
     def _emit(self, event: Event) -> None:
-        if self.log is not None:
-            self.log.emit(event)
+        if self._log is not None:
+            self._log.emit(event)
 
     # -- when ---------------------------------------------------------------------------------------------------------
 
@@ -156,9 +179,9 @@ class Together:
 
     def tell_ended(self, step: int, repeat: int, missing: int) -> None:
         """Rank 0: a save that not all ranks asked for is void; whoever waits for it need not."""
-        assert self._line is not None
+        assert self._line is not None and self._here is not None
         self._line.send({"type": "ended", "step": step, "repeat": repeat, "missing": missing})
-        self.on_ended(step, repeat, missing)
+        self._here.on_ended(step, repeat, missing)
 
     def end_asking(self) -> None:
         """This rank asks for no save any more."""
@@ -209,30 +232,31 @@ class Together:
 
     def _on_message(self, rank: int, message: Message) -> None:
         kind = message["type"]
+        assert self._here is not None
         if kind in ("claims", "shares"):
             assert self._shared is not None
             self._shared.hear(rank, message)
         elif kind == "costs":
-            self._on_costs(rank, tuple(message["costs"]))
+            self._here.on_costs(rank, tuple(message["costs"]))
         elif kind == "leave":
-            self._on_leave()
+            self._here.on_leave()
         elif kind == "no agent":
-            self._hear_no_agent(message)
+            self._hear_no_agent(message, self._here)
         elif kind == "ended":
-            self.on_ended(message["step"], message["repeat"], message["missing"])
+            self._here.on_ended(message["step"], message["repeat"], message["missing"])
         elif kind in KINDS:
             if self._asked is not None:
                 self._asked.on_message(rank, message)
         elif self._agreement is not None:
             self._agreement.on_message(rank, message)
 
-    def _hear_no_agent(self, message: Message) -> None:
+    def _hear_no_agent(self, message: Message, here: ThisRank) -> None:
         assert self._line is not None
         if self.group.is_leader:
             self._line.send(message)  # to all: the others have no line to each other
         if message["rank"] != self.group.rank:
             self._emit(NoAgent(of_rank=message["rank"]))
-            self.on_no_agent(message["rank"])
+            here.on_no_agent(message["rank"])
 
     def _on_line_lost(self, rank: int) -> None:
         """It died, or its machine: the launcher ends us, or training does. Nobody waits for it here."""
@@ -240,7 +264,8 @@ class Together:
         if self._shared is not None:
             self._shared.lose(GroupError(self._lost_text(), missing=self._lost, operation="sharing the state"))
         self._emit(RankLost(rank=rank, host=self._host_of(rank)))
-        self.on_lost(rank)
+        assert self._here is not None
+        self._here.on_rank_lost(rank)
 
     def _host_of(self, rank: int) -> str | None:
         return self.group.hosts[rank] if self.group.hosts else None

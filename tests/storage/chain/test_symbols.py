@@ -256,9 +256,11 @@ def test_where_saves_are_streamed_no_base_is_asked_for(run_dir: Path, coders: li
     """A streamed one is never in memory as a whole: each would cost a stop of training, and lead to no chain."""
     run = coded(run_dir, host_memory=500_000)
     train(run, 3)
-    run.ckpt._outcomes.is_due_again = False
+    run.ckpt._outcomes.collect()
+    run.ckpt._outcomes.again.clear()
     run.ckpt._outcomes.on_agent({"type": "base_due", "reason": "there is no base yet"})
-    assert not run.ckpt._outcomes.is_due_again
+    run.ckpt._outcomes.collect()
+    assert not run.ckpt._outcomes.again
     assert "streamed" in run.events("delta-skipped")[-1]["reason"]
     run.ckpt.close(save=False)
 

@@ -245,7 +245,7 @@ class Noting(Loop):
     def __init__(self, source: Any = None, *, is_given: bool = True) -> None:
         self.said: list[str] = []
         self.data = Batches([] if is_given else None)
-        self.data.loop = self
+        self.data.report_to(self)
         if source is not None:
             self.data.attach(source)
 

@@ -12,6 +12,7 @@ import pytest
 import stepwell
 from stepwell.errors import PersistError, StateError
 from stepwell.handover import client
+from stepwell.training.loop.mailbox import Again, WantAgain
 from stepwell.training.loop.save import Saving
 from tests.agent.puppet import wait_for
 from tests.training.loop.pair import make, update
@@ -68,14 +69,15 @@ def test_what_another_thread_wants_while_a_save_fails_is_not_lost(
     ckpt.step()
 
     def fail(self: Saving, *given: object, **more: object) -> None:
-        self.outcomes.is_due_again = True  # as the copier does, when the snapshot before turns out void
+        self.outcomes.mailbox.post(WantAgain(Again.VOID))  # as the copier does, when the snapshot before turns out void
         raise StateError("not now")
 
     with monkeypatch.context() as patch:
         patch.setattr(Saving, "_begin", fail)
         with pytest.raises(StateError):
             ckpt.save()
-    assert ckpt._outcomes.is_due_again
+    ckpt._outcomes.collect()
+    assert Again.VOID in ckpt._outcomes.again
     ckpt.close()
 
 

@@ -62,18 +62,21 @@ class Batches:
     ) -> None:
         self._given = given
         self._on_unseekable, self._emit = on_unseekable, emit
-        self.loop = Loop()
+        self._loop = Loop()
         self._source: Source | None = None
         self._is_exhausted = self._is_left = self._has_delivered = False
         self._rounds = 0
         self._went_on: Cursor | None = None
         """In the middle of which epoch a restart went on, as long as the loop has not asked for that."""
-        self.usage = Usage()
-        self.usage.on_skipped = lambda batches: self._emit(Skipped(batches=batches))
+        self.usage = Usage(lambda batches: emit(Skipped(batches=batches)))
         self._end: Cursor | None = None
         self._start = self.at = Cursor()
         self.is_placed_elsewhere = False
         """An adapter brings the loop's own loader to where it was: nobody has to skip anything."""
+
+    def report_to(self, loop: Loop) -> None:
+        """Who follows the loop from now on."""
+        self._loop = loop
 
     def begin(self, seed: int, owner: Owner | None = None) -> None:
         """The run's seed and ranks are known: make the source. Raises DataError."""
@@ -262,9 +265,9 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         if self._given is None:
             raise DataError("no data= was given to the Checkpointer: iterate your own loader and call ckpt.step()")
-        self.loop.on_start()
+        self._loop.on_start()
         assert self._source is not None
-        if self._is_next_round and self.loop.on_round():  # without ckpt.epochs() the next round is the next epoch
+        if self._is_next_round and self._loop.on_round():  # without ckpt.epochs() the next round is the next epoch
             self._start = self.following()
             self._end, self.at = self.at, self._start
         elif not isinstance(self._source, StatefulSource):
@@ -274,10 +277,10 @@ class Batches:
         return self._deliver(self._source.open(self.at), self._source.after, self._rounds)
 
     def _deliver(self, batches: Iterator[Any], after: Callable[[Cursor], Cursor], round: int) -> Iterator[Any]:
-        on_request, on_delivered, deliver = self.loop.on_request, self.loop.on_delivered, self.usage.deliver
+        on_request, on_delivered, deliver = self._loop.on_request, self._loop.on_delivered, self.usage.deliver
         while True:
             self._refuse_older(round)
-            if self.loop.is_over:
+            if self._loop.is_over:
                 return
             on_request()
             try:
@@ -297,7 +300,7 @@ class Batches:
             except GeneratorExit:
                 if round == self._rounds and not sys.is_finalizing():
                     self._is_left = True
-                    self.loop.on_left()
+                    self._loop.on_left()
                 raise
 
     def _refuse_older(self, round: int) -> None:

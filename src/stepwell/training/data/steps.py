@@ -19,9 +19,9 @@ _CALL = "Call `ckpt.step()` at the end of the loop body, or give the loader as d
 class StepCounter:
     """Turns optimizer steps, batch requests and `step()` calls into a count of steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_optimizers: bool = False, has_data: bool = False) -> None:
         self.step = 0
-        self.has_optimizers = self.has_data = False
+        self.has_optimizers, self.has_data = has_optimizers, has_data
         self.is_explicit = False
         self.has_stepped = False
         self._stepped = False

@@ -23,13 +23,13 @@ _READ_ELSEWHERE: Final = "ckpt.data is read by another thread than the one that 
 class Usage:
     """Batches between their delivery and their use. `at` is the position after everything that was used."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_skipped: Callable[[int], None] = lambda batches: None) -> None:
         self.at = Cursor()
         self.keeps_up = False
         """Known: the loop trains on a batch before it takes the next one."""
         self.is_hearsay = False
         """A checkpoint says so: this process has not seen a step yet, and the script may be another one."""
-        self.on_skipped: Callable[[int], None] = lambda batches: None
+        self.on_skipped = on_skipped
         """Told of batches that count as skipped by hearsay alone."""
         self.is_newest_trained = False
         """The loop did something with the newest batch: gradients changed, or an optimizer stepped."""

@@ -8,6 +8,8 @@ save             one save: state, snapshot, agent
 deferred_save    a save asked for in the middle of a step waits for its end
 late_changes     what the loop changed after a save
 outcomes         what became of each snapshot
+mailbox          what other threads tell the training thread
+reactions        what this process does when other ranks, or its agent, tell it something
 save_handle      `SaveHandle`, and the futures behind it
 completion       completes futures outside of locks
 overdue          warns when checkpoints are due and none is committed

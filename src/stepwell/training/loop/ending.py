@@ -64,7 +64,7 @@ class Ending:
     def listen(self) -> None:
         """The run is open: its end may come at any time."""
         self.is_open = True
-        self.leave.listen()
+        self.leave.listen(self.go_along)
         atexit.register(self.at_exit)
 
     def wait(self, timeout: float | None = None) -> None:

@@ -22,6 +22,7 @@ from stepwell.training.data.steps import StepCounter
 from stepwell.training.loop.deferred_save import DeferredSave, Request
 from stepwell.training.loop.forked_child import Home
 from stepwell.training.loop.late_changes import Changes
+from stepwell.training.loop.mailbox import Again
 from stepwell.training.loop.outcomes import Outcomes
 from stepwell.training.loop.preemption import Leave, Order
 from stepwell.training.loop.run_state import OwnState, RunPoint
@@ -41,7 +42,7 @@ class Iteration(Loop):
     wants_epochs: what the user asked for at the end of epochs
     ensure_open:  called when an iterator begins
     go:           told to leave, and an iteration is over: raises
-    on_step:      told the number of each step
+    epochs:       how many the loop wants of `ckpt.epochs()`, if it iterates that
     """
 
     steps: StepCounter
@@ -60,10 +61,9 @@ class Iteration(Loop):
     untracked: Untracked
     wants_epochs: str | None
     ensure_open: Callable[[], None]
-    go: Callable[[Order], None]
     on_step: Callable[[int], None]
+    go: Callable[[Order], None] = lambda _: None
     epochs: int | None = None
-    """How many the loop wants of `ckpt.epochs()`; None: it does not iterate that."""
     _is_in_optimizer: bool = False
     _is_unasked: bool = False
     """A save() has counted this step; the policies are asked when the iteration is over."""
@@ -74,16 +74,15 @@ class Iteration(Loop):
     _began_in: int = 0
     """The epoch in which a restart goes on, until something is said of it."""
     _has_said_again: bool = False
-    """Of saves in the loop body, which may be many."""
 
     def __post_init__(self) -> None:
         self._changes = Changes(self.steps, self.own, self.capture)
 
-    def begin(self) -> None:
+    def begin(self, go: Callable[[Order], None]) -> None:
         """The run is ours, and stands where it was."""
+        self.go = go
         self._changes.note_saved()
         self._began_in = 0 if self.data.is_counted_only else self.own.at.epoch
-        self.together.is_within_step = lambda: self.is_within_step
         self.untracked.begin(lambda: self._is_in_optimizer)
 
     @property
@@ -199,7 +198,8 @@ class Iteration(Loop):
     def _ask(self, *, is_epoch_end: bool) -> None:
         """What is due now, by the policies and by what the ranks planned."""
         step, order = self.steps.step, self.leave.order
-        sure, wished = self.pace.wishes(step, is_epoch_end=is_epoch_end, again=self.outcomes.is_due_again)
+        self.outcomes.collect()
+        sure, wished = self.pace.wishes(step, is_epoch_end=is_epoch_end, again=bool(self.outcomes.again))
         if "save" in sure or "save" in wished or self.pace.is_held(step):
             self.outcomes.watch.note_due(step)
         wished = (["look again"] if self.outcomes.has_drifted else []) + wished
@@ -263,7 +263,7 @@ class Iteration(Loop):
     def _take_between(self, *, is_same_everywhere: bool) -> None:
         """A save that nobody asked for, and whose moment does not come again: it waits for memory, and never raises."""
         if not (is_same_everywhere or self.together.is_alone):
-            self.outcomes.is_due_again = True  # the other ranks may not have seen it: they all save soon
+            self.outcomes.again.add(Again.CHANGED)  # the other ranks may not have seen it: they all save soon
             return
         try:
             self.saving.take(block=True, is_counted=is_same_everywhere)

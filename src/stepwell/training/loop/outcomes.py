@@ -1,36 +1,49 @@
-"""What became of snapshots: told by the copier and by the agent, asked by the training thread.
+"""What became of snapshots: the copier and the agent report it, the training thread acts on it.
 
-Owns:    the futures behind save handles, and where the run stands on disk and in memory.
+Owns:    the futures behind save handles; where the run stands on disk and in memory; what is wanted for that reason.
 Not:     taking snapshots (snapshot), writing them (agent).
+Holds:   where the run stands is written by the thread that hears of it, one for each field. What the training thread
+         decides by, it takes out of the mailbox itself (`collect`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from stepwell.errors import PersistError
 from stepwell.events import journal
 from stepwell.handover.channel import Message
+from stepwell.training.loop.mailbox import Again, Drifted, Mailbox, WantAgain
 from stepwell.training.loop.overdue import Watch
 from stepwell.training.loop.save_handle import Uploads
+from stepwell.training.loop.schedule import Schedule
 from stepwell.training.snapshot.inflight import Inflight
 from stepwell.training.snapshot.snapshotter import Snapshotter
 from stepwell.types import Status
 
 
-class Outcomes:
-    """Written by the copier and listening threads. `attach` comes before the first of them."""
+class Neighbours(Protocol):
+    """What other processes of the run have to know of this one. Any thread, and no wait."""
 
-    def __init__(
-        self, on_decided: Callable[[int, bool], None], on_new_agent: Callable[[int], None], log: journal.EventLog
-    ) -> None:
+    def on_new_agent(self, pid: int) -> None:
+        """Another agent serves this process now."""
+
+    def on_unannounced(self, inflight: Inflight) -> None:
+        """A snapshot is void, and no agent has heard of it."""
+
+    def on_no_agent(self) -> None:
+        """This rank has no agent any more."""
+
+
+class Outcomes:
+    """Of the snapshots of one run. `open` comes before the first of them."""
+
+    def __init__(self, pace: Schedule, snapshotter: Snapshotter, log: journal.EventLog) -> None:
         self.watch = Watch(log)
-        self.uploads = Uploads(on_decided, self._hold_still)
-        self._on_new_agent = on_new_agent
-        self.on_unheard: Callable[[Inflight], None] = lambda inflight: None
-        """Told of a snapshot that came to nothing before an agent heard of it."""
-        self._snapshotter: Snapshotter | None = None
+        self.uploads = Uploads(pace.end, snapshotter.hold_still)
+        self.mailbox = Mailbox()
+        self._snapshotter = snapshotter
+        self._neighbours: Neighbours | None = None
         self.lineage = 0
         self.committed_step: int | None = None
         self.memory_step: int | None = None
@@ -39,29 +52,34 @@ class Outcomes:
         self.degraded: str | None = None
         """Why the newest checkpoint could not be protected on other nodes."""
         self.is_fenced = False
-        self.on_lost: Callable[[], None] = lambda: None
         self.why_lost: str | None = None
         """An agent, this rank's or another's, died again and again at the end of the run: nothing more is committed."""
-        self.is_due_again = False
-        """A checkpoint is wanted, whatever the policy says: the last snapshot was void, and the next one is taken
-        blocking; or a chain needs a base; or the run went on from a lossy state.
-        """
+        self.again: set[Again] = set()
+        """Why a checkpoint is wanted, whatever the policy says. The training thread's, as is the next one."""
         self.has_drifted = False
-        """What the ranks share is not the same on all of them any more: they have to look again."""
 
     @property
     def is_lost(self) -> bool:
         """Whether there is nobody who would write a snapshot."""
         return self.why_lost is not None
 
-    def begin(self, step: int, *, is_lossy: bool) -> None:
-        """Went on from this step. What is lossy is no checkpoint: the next step is to be one."""
-        self.committed_step, self.is_due_again = None if is_lossy else step, is_lossy
+    def open(self, lineage: int, neighbours: Neighbours) -> None:
+        """The run is ours."""
+        self.lineage, self._neighbours = lineage, neighbours
 
-    def want_again(self, is_wanted: bool) -> None:
-        """Any thread. It is only ever set here: who reads and writes it back would lose what another thread says."""
-        if is_wanted:
-            self.is_due_again = True
+    def begin(self, step: int, *, is_lossy: bool) -> None:
+        """The run resumed from this step. A lossy state is no checkpoint: the next step is to be one."""
+        self.committed_step = None if is_lossy else step
+        if is_lossy:
+            self.again.add(Again.LOSSY)
+
+    def collect(self) -> None:
+        """Take what other threads posted. The training thread only."""
+        for notice in self.mailbox.take():
+            if isinstance(notice, WantAgain):
+                self.again.add(notice.reason)
+            else:
+                self.has_drifted = True
 
     def status(self, **facts: Any) -> Status:
         """Where the run stands, with what the caller knows."""
@@ -79,21 +97,11 @@ class Outcomes:
             **facts,
         )
 
-    def attach(self, snapshotter: Snapshotter) -> None:
-        """Where slots are given back."""
-        self._snapshotter = snapshotter
-        if snapshotter.symbols is not None:
-            snapshotter.symbols.on_due = self._ask_for_base
-
-    def _hold_still(self) -> None:
-        """The training thread may be about to wait for a snapshot that it has yet to clear."""
-        if self._snapshotter is not None:
-            self._snapshotter.hold_still()
-
-    def _ask_for_base(self) -> bool:
+    def ask_for_base(self) -> bool:
         """Any thread: there are no records until the next one. False: it may be on its way."""
         is_asked = not self.uploads.is_busy()
-        self.want_again(is_asked)
+        if is_asked:
+            self.mailbox.post(WantAgain(Again.BASE))
         return is_asked
 
     def on_settled(self, inflight: Inflight) -> None:
@@ -101,12 +109,12 @@ class Outcomes:
         if inflight.void is None:
             self.memory_step = self.memory_step if inflight.is_symbols else inflight.step
         elif inflight.is_durable:
-            if not inflight.is_announced:
-                self.on_unheard(inflight)
+            if not inflight.is_announced and self._neighbours is not None:
+                self._neighbours.on_unannounced(inflight)
             reason = f"snapshot of step {inflight.step} is void: {inflight.void.leaf} ({inflight.void.seen_by})"
             self.watch.note_reason(reason)
             self.uploads.fail(inflight.sequence, PersistError(reason, step=inflight.step))
-            self.is_due_again = True
+            self.mailbox.post(WantAgain(Again.VOID))
 
     def on_rank_lost(self, rank: int) -> None:
         """The line's thread: nobody is to wait for parts that may never come. What is whole is committed anyway."""
@@ -119,7 +127,7 @@ class Outcomes:
 
     def on_agent(self, message: Message) -> None:
         """Listening thread: the agent tells what became of a snapshot."""
-        assert self._snapshotter is not None
+        assert self._neighbours is not None
         kind, sequence = message["type"], message.get("sequence", 0)
         if kind == "durable":
             self.committed_step, self.degraded = message["step"], message.get("degraded")
@@ -133,34 +141,36 @@ class Outcomes:
             self.watch.note_reason(message["error"])
             if message["fenced"] and message["lineage"] == self.lineage:
                 self.is_fenced = True
-            self.want_again(message["void"])
+            if message["void"]:
+                self.mailbox.post(WantAgain(Again.VOID))
             if message["drift"]:
-                self.has_drifted = True
+                self.mailbox.post(Drifted())
             if message["final"]:
                 self.uploads.fail(sequence, PersistError(message["error"], step=message["step"]))
         elif kind == "flushed":
             self.shared_step = message["step"]
         elif kind == "base_due":
             # One that is streamed is never in memory, and cannot be the base of a chain.
-            self.want_again(not self._snapshotter.pool.is_streaming)
+            if not self._snapshotter.pool.is_streaming:
+                self.mailbox.post(WantAgain(Again.BASE))
         elif kind in ("delta", "rebased", "chain_over"):
             self._on_chain(message)
         elif kind == "replaced":
             if self._snapshotter.symbols is not None:
                 self._snapshotter.symbols.on_over()  # the chain went with the agent before
-            self._on_new_agent(message["pid"])
+            self._neighbours.on_new_agent(message["pid"])
         elif kind == "lost":
             self.why_lost = "the agent died again and again; see the log above for its error"
             self.watch.note_reason(self.why_lost)
             self._snapshotter.pool.release_all()
             self.uploads.fail_all(PersistError(self.why_lost))
-            self.on_lost()
+            self._neighbours.on_no_agent()
         if self._snapshotter.pool.is_streaming:
             self._snapshotter.answers.put(message)  # the training thread waits for it
 
     def _on_chain(self, message: Message) -> None:
         """A chain has begun, has a record more, or is over."""
-        symbols = None if self._snapshotter is None else self._snapshotter.symbols
+        symbols = self._snapshotter.symbols
         if message["type"] == "delta":
             self.delta_step = message["step"]
         if symbols is None:

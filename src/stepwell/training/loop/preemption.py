@@ -89,11 +89,15 @@ class Leave:
         self.order: Order | None = None
         self.has_told = False
         """What became of the last step was logged."""
-        self.finish_between: Callable[[Order], bool] = lambda order: True
-        """Make the last checkpoint if no step is under way. False: one is."""
+        self._finish_between: Callable[[Order], bool] = lambda order: True
 
-    def listen(self) -> None:
-        """Take the signals over, where that is possible, and look for notices."""
+    def listen(self, finish_between: Callable[[Order], bool] = lambda order: True) -> None:
+        """Take the signals over, where that is possible, and look for notices.
+
+        finish_between:  make the last checkpoint if no step is under way, since another one of this process leaves.
+                         False: a step is under way
+        """
+        self._finish_between = finish_between
         if self._grace is None:
             return
         self._pid = os.getpid()
@@ -158,7 +162,7 @@ class Leave:
     def finish_others(self) -> bool:
         """Other Checkpointers of this process were told too. False: the step of one of them is not over yet."""
         others = [leave for leave in _listening if leave is not self and leave.order is not None and not leave._is_over]
-        left = [leave for leave in others if leave.order is not None and not leave.finish_between(leave.order)]
+        left = [leave for leave in others if leave.order is not None and not leave._finish_between(leave.order)]
         if left:
             self._log.emit(loop_events.LeavesLater(step=self._step()))
         return not left

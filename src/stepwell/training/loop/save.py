@@ -71,7 +71,7 @@ class Saving:
     """Of the last save, of many ranks only if all took it by themselves, and this one did."""
     has_levels: bool = False
     """A save that nobody asked for may stay on the nodes."""
-    has_deltas: bool = False
+    _has_deltas: bool = False
     """What only stays in memory goes into a chain too."""
     _asked_step: int = -1
     _asked: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -81,13 +81,9 @@ class Saving:
     _refusal: StateRefusal = field(default_factory=StateRefusal)
     _draft_refusal: StateRefusal = field(default_factory=StateRefusal)
 
-    def __post_init__(self) -> None:
-        self.together.find_roles = self.capture.find_roles
-        self.together.on_lost = self.outcomes.on_rank_lost
-        self.together.on_no_agent = self.outcomes.on_no_agent
-        self.together.on_alone, self.together.on_ended = self._on_alone, self._on_ended
-        self.together.policies, self.together.follow_policies = self.pace.policies, self.pace.follow
-        self.outcomes.on_lost, self.outcomes.on_unheard = self.together.tell_no_agent, self._on_unheard
+    def open(self, *, has_levels: bool, has_deltas: bool) -> None:
+        """The run is ours."""
+        self.has_levels, self._has_deltas = has_levels, has_deltas
 
     def take(
         self,
@@ -114,9 +110,10 @@ class Saving:
         repeat = self._repeat(step, kind)
         if kind is _Kind.ASKED:
             self.together.ask(step, repeat)
-        was_due = self.outcomes.is_due_again
-        if was_due and durable:  # only then, and never set to what it was: other threads set it at any time
-            self.outcomes.is_due_again = False
+        self.outcomes.collect()
+        wanted = frozenset(self.outcomes.again)
+        if durable:
+            self.outcomes.again.clear()
         taken: Inflight | str
         is_quiet = self._refusal.holds and not block
         try:
@@ -135,17 +132,17 @@ class Saving:
                     self.log.emit(SnapshotRefused(step=step, reason=taken))
             self._restart(step, kind, durable=durable)  # and the same at every step helps nobody
             if block:
-                self.outcomes.want_again(was_due)
+                self.outcomes.again |= wanted
                 self._note(step, repeat, kind, durable=durable, is_taken=False)
                 self._void(step, repeat, taken, durable=durable)
                 raise
         self._note(step, repeat, kind, durable=durable, is_taken=not isinstance(taken, str))
         if isinstance(taken, str):
-            self.outcomes.want_again(was_due)
+            self.outcomes.again |= wanted
             if durable:
                 self.outcomes.watch.note_reason(taken)
             self._void(step, repeat, taken, durable=durable)
-            skipped = DeltaSkipped if self.has_deltas and not durable else run_events.SnapshotSkipped
+            skipped = DeltaSkipped if self._has_deltas and not durable else run_events.SnapshotSkipped
             if not is_quiet:
                 self.log.emit(skipped(step=step, reason=taken))
             return None
@@ -161,7 +158,7 @@ class Saving:
             upload.explain, upload.slice_seconds = self.together.explain(step, repeat)
             self._asked.append((step, repeat, taken.sequence))
             if (missing := self._ended.get((step, repeat))) is not None:
-                self._on_ended(step, repeat, missing)  # before it was taken here
+                self.on_ended(step, repeat, missing)  # before it was taken here
         self._taken[kind] = handle
         self._newest = self._newest if kind is _Kind.PLANNED else handle
         self._asked_step = step if block and not is_counted else self._asked_step
@@ -174,7 +171,7 @@ class Saving:
         self.pace.know(whole, step)
         meta |= {"created": time.time(), "tree": Encoded(whole.text())}
         meta |= {"epoch_end": self.own.is_epoch_end, "finished": self.own.is_finished}
-        meta |= {"flush": is_flushed, "delta": self.has_deltas and not meta["durable"]}
+        meta |= {"flush": is_flushed, "delta": self._has_deltas and not meta["durable"]}
         flat = self.together.cut(whole, step, block=block)
         return _NOT_AGREED if flat is None else self.snapshotter.take(flat, meta, block=block)
 
@@ -192,6 +189,7 @@ class Saving:
 
     def look_again(self) -> None:
         """What the ranks share is not the same any more. All ranks at the same step."""
+        self.outcomes.collect()
         self.outcomes.has_drifted = False
         self.together.look_again()
 
@@ -234,8 +232,9 @@ class Saving:
         if self.has_levels and self.steps.step and self._asked_step != self.steps.step:
             return False
         if self.together.is_alone:
+            self.outcomes.collect()
             is_saved = self.pace.step == self.steps.step != self._failed_step
-            return is_saved and not self.outcomes.is_due_again and self.failure is None
+            return is_saved and not self.outcomes.again and self.failure is None
         if not self.steps.step:
             return True
         # What rank 0 planned a rank may have missed. Of the others all ranks find the same: what is counted is nobody's
@@ -250,7 +249,7 @@ class Saving:
         future = None if self._newest is None else self._newest.upload_completion
         return future.exception(0) if future is not None and future.done() else None
 
-    def _on_unheard(self, inflight: Inflight) -> None:
+    def on_unannounced(self, inflight: Inflight) -> None:
         """Any thread: no agent has this snapshot, so none says to the other ranks that it is void."""
         assert inflight.void is not None
         self._void(inflight.step, inflight.repeat, f"its snapshot is void: {inflight.void.seen_by}", durable=True)
@@ -259,13 +258,13 @@ class Saving:
         """A plan was heard of too late."""
         self._void(step, self._first(_Kind.PLANNED), "it had passed this step when it heard of it", durable=True)
 
-    def _on_alone(self, step: int, repeat: int, by: int, missing: int) -> None:
+    def on_alone(self, step: int, repeat: int, by: int, missing: int) -> None:
         """Rank 0, any thread: not all ranks call save() after this step."""
         self.log.emit(SavedAlone(step=step, by=by, missing=missing))
         self._void(step, repeat, _alone(step, missing), durable=True)
         self.together.tell_ended(step, repeat, missing)
 
-    def _on_ended(self, step: int, repeat: int, missing: int) -> None:
+    def on_ended(self, step: int, repeat: int, missing: int) -> None:
         """Any thread: rank 0 ended a save that not all ranks asked for."""
         self._ended = {save: who for save, who in self._ended.items() if save[0] + 1 >= step} | {
             (step, repeat): missing

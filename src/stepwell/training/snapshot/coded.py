@@ -129,8 +129,11 @@ class CodedSymbols:
         self._is_fresh = False
         self._asked_at = -ASK_SECONDS
         self._lock = threading.Lock()
-        self.on_due: Callable[[], bool] = lambda: False
-        """Told when only a new base helps. Says whether it is asked for: not while one is on its way."""
+        self._ask_for_base: Callable[[], bool] = lambda: False
+
+    def open(self, ask_for_base: Callable[[], bool]) -> None:
+        """The run is ours. `ask_for_base`: only a new base helps; returns whether it is asked for."""
+        self._ask_for_base = ask_for_base
 
     # -- bases --------------------------------------------------------------------------------------------------------
 
@@ -241,7 +244,7 @@ class CodedSymbols:
 
     def _ask(self) -> None:
         now = time.monotonic()
-        if now > self._asked_at + ASK_SECONDS and self.on_due():
+        if now > self._asked_at + ASK_SECONDS and self._ask_for_base():
             self._asked_at = now
 
     # -- records ------------------------------------------------------------------------------------------------------

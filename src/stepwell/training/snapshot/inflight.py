@@ -94,7 +94,7 @@ class Inflight:
     copies_frozen: bool = False
     guard: Guard = field(default_factory=Guard)
     fingerprints: Fingerprints = field(default_factory=Fingerprints)
-    staged: Completion[None] = field(default_factory=Completion)
+    staged: Completion[None] = field(init=False)
     host: HostWork = field(default_factory=lambda: HostWork([], lambda start: None))
     fill: Fill = field(default_factory=lambda: Fill(0, [], lambda nbytes: None))
     jobs: list[CopyJob] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Inflight:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.staged.before_wait = self.hold_still
+        self.staged = Completion(self.hold_still)
 
     @property
     def needs_host_wait(self) -> bool:

@@ -9,8 +9,8 @@ Holds:   at most one snapshot is being copied at a time; loose leaves are privat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stepwell.errors import PersistError
 from stepwell.events import journal, run_events
@@ -39,6 +39,16 @@ if TYPE_CHECKING:
     from stepwell.training.snapshot.coded import CodedSymbols
 
 
+class Settled(Protocol):
+    """What has to know how snapshots end. Any thread, and no wait."""
+
+    def on_settled(self, inflight: Inflight) -> None:
+        """One is complete, or void."""
+
+    def ask_for_base(self) -> bool:
+        """Only a new base helps a chain. Returns whether it is asked for: not while one is on its way."""
+
+
 class Snapshotter:
     """Takes snapshots of one run. Constructing only assigns; `open` says which lineage they belong to."""
 
@@ -53,7 +63,6 @@ class Snapshotter:
         deltas: Deltas | None = None,
         log: journal.EventLog,
         client: AgentClient,
-        on_settled: Callable[[Inflight], None],
     ) -> None:
         self._choice = Choice(strategy, log)
         self._log = log
@@ -81,11 +90,17 @@ class Snapshotter:
         self._is_told = False
         self._numbers = 0
         self._inflight: Inflight | None = None
-        self._on_settled = on_settled
+        self._outcomes: Settled | None = None
 
-    def open(self, lineage: int) -> None:
-        """Numbers of plans, arenas and snapshots are unique over all lineages."""
-        self._numbers = lineage << 32
+    def open(self, lineage: int, outcomes: Settled) -> None:
+        """The run is ours. Numbers of plans, arenas and snapshots are unique over all lineages."""
+        self._numbers, self._outcomes = lineage << 32, outcomes
+        if self.symbols is not None:
+            self.symbols.open(outcomes.ask_for_base)
+
+    def _on_settled(self, inflight: Inflight) -> None:
+        if self._outcomes is not None:
+            self._outcomes.on_settled(inflight)
 
     def _number(self) -> int:
         self._numbers += 1

@@ -45,8 +45,8 @@ LAYERS, LENGTH = 10, 64
 ENTRIES = 8 << 20
 PHASES = (
     (stepwell.restore.from_chain, "_read_base", "base: read, check"),
-    (stepwell.storage.chain.replay.Image, "settle", "digest: base, what is held"),
-    (stepwell.storage.chain.replay.Image, "digest", "digests: base and end, the rest"),
+    (stepwell.storage.chain.chain_image.ChainImage, "settle", "digest: base, what is held"),
+    (stepwell.storage.chain.chain_image.ChainImage, "digest", "digests: base and end, the rest"),
     (stepwell.storage.chain.replay._Batch, "add", "records: parse"),
     (stepwell.storage.chain.replay._Batch, "apply", "records: unpack, apply"),
     (stepwell.restore.from_chain, "restore", "= base, records, digests in all"),

@@ -10,8 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from stepwell.storage.chain import chain_image, replay
 from stepwell.storage.chain import chain_writer as chain
-from stepwell.storage.chain import replay
 from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.replay import restore
 from stepwell.storage.codecs import histogram, parts, quantise
@@ -151,7 +151,7 @@ def test_control_without_the_digest_after_a_record_a_wrong_state_is_restored(
     found = restore(tmp_path / "chain")
     assert found.number == 0 and "digest" in str(found.stopped)
     monkeypatch.setattr(replay, "_check", lambda image, expected, path: None)
-    monkeypatch.setattr(replay.Image, "digest", lambda self: b"")
+    monkeypatch.setattr(chain_image.ChainImage, "digest", lambda self: b"")
     blind = restore(tmp_path / "chain")
     assert blind.number == 3 and blind.leaves["weight"].tobytes() != known[3]["weight"].tobytes()
 

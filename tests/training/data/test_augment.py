@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler, get_worker_info
 
-import stepwell.training.data
+import stepwell
 from stepwell.training.data.augment import Keyed, Ticket, seed_generators
 from stepwell.training.data.cursor import Cursor
 from stepwell.training.data.source import LoaderSource
@@ -151,7 +151,7 @@ def test_a_batch_sampler_of_the_user_s() -> None:
 
 @pytest.mark.parametrize("tail", ["carry", "partial"])
 def test_keyed_without_workers_leaves_the_trainer_s_generators_as_they_are(tail: str) -> None:
-    loader = stepwell.training.data.DataLoader(Drawing(), 4, True, keyed=True, tail=tail, collate_fn=mixed)
+    loader = stepwell.DataLoader(Drawing(), 4, True, keyed=True, tail=tail, collate_fn=mixed)
     torch.manual_seed(1)
     numpy.random.seed(1)
     random.seed(1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-import stepwell.training.data
+import stepwell
 from stepwell.errors import ConfigError, DataError
 from stepwell.training.data.batches import Batches
 from stepwell.training.data.cursor import Cursor
@@ -37,8 +37,8 @@ class Indices(Dataset[int]):
         return index
 
 
-def loader(count: int, size: int | None, **options: Any) -> stepwell.training.data.DataLoader:
-    return stepwell.training.data.DataLoader(Indices(count), size, True, **{"seed": 5, **options})
+def loader(count: int, size: int | None, **options: Any) -> stepwell.DataLoader:
+    return stepwell.DataLoader(Indices(count), size, True, **{"seed": 5, **options})
 
 
 def source(count: int, size: int, **options: Any) -> Source:
@@ -303,11 +303,9 @@ class Stream(IterableDataset[int]):
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        stepwell.training.data.DataLoader(**{"dataset": Indices(3), **options})
+        stepwell.DataLoader(**{"dataset": Indices(3), **options})
 
 
 def test_the_public_name() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Loader'"):
-        stepwell.training.data.Loader  # noqa: B018
-    assert issubclass(stepwell.training.data.DataLoader, DataLoader)
+    assert issubclass(stepwell.DataLoader, DataLoader)
     assert torch.utils.data.DataLoader is DataLoader

@@ -1,7 +1,7 @@
 """What checkpoints a run directory holds, and in which state each is.
 
 Owns:    listing and judging by manifest and record, without reading shards.
-Not:     choosing one (restore.plan), checking shard bytes (restore.read).
+Not:     choosing one (restore.preference), checking shard bytes (restore.verified_read).
 """
 
 from __future__ import annotations

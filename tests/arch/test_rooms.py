@@ -68,9 +68,6 @@ PARAMETERS: dict[str, str] = {
     "storage/codecs/device/kernels::settle": "a kernel takes pointers and sizes",
     "tools/cli/scr/dataset_index::index": "click passes each option",
     "tools/cli/scr/halt::halt": "click passes each option",
-    "restore/open_run::load_only": "not yet: one request",
-    "restore/open_run::reopen": "not yet: one request",
-    "training/snapshot/snapshotter::__init__": "not yet: one set of options",
 }
 """Functions with more parameters than `MOST_PARAMETERS`, and why."""
 

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stepwell.errors import ConfigError, DamagedError, RestoreError, listing
+from stepwell.errors import DamagedError, RestoreError, listing
 from stepwell.events import journal, run_events
 from stepwell.events.chain_events import ChainLeft
 from stepwell.restore.behind_nodes import check_nodes
 from stepwell.restore.from_memory import Holdings
 from stepwell.restore.from_nodes import Caches
+from stepwell.restore.open_request import Wish
 from stepwell.restore.preference import Ranked, choose_on_disk, sort_key
 from stepwell.restore.whole import Part, parts_on_disk
 from stepwell.storage.chain.chain_files import chain_path, list_chains
@@ -27,8 +28,6 @@ from stepwell.storage.store import catalog, files
 from stepwell.storage.store.lineage import read_history
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId
-
-PREFERENCES = (None, "exact", "newest")
 
 
 @dataclass(frozen=True)
@@ -57,23 +56,6 @@ class Candidate:
         id = CheckpointId.parse(values[0])
         assert id is not None
         return cls(id, *values[1:])
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What is asked for: this step, or the newest below one; and whether it may be lossy.
-
-    worth: seconds of work that make a lossy one preferable, where nothing is said; None: never
-    """
-
-    step: int | None = None
-    before: int | None = None
-    prefer: str | None = None
-    worth: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.prefer not in PREFERENCES:
-            raise ConfigError(f"prefer={self.prefer!r}: give 'exact' or 'newest'", name="prefer")
 
 
 def plan(

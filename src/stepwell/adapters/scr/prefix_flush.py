@@ -25,11 +25,12 @@ from stepwell.events.level_events import Flush, FlushFailed
 from stepwell.events.run_events import Event, logger
 from stepwell.faults import crash_point
 from stepwell.levels import cached
-from stepwell.levels.protect.copies import Fill, keep_shard
+from stepwell.levels.protect.copies import keep_shard
 from stepwell.levels.protect.protection import near_shard
 from stepwell.storage.format.manifest import Manifest, Void
 from stepwell.storage.format.record import FileEntry, Record
 from stepwell.storage.store import assemble, catalog, commit, files, retention
+from stepwell.storage.store.blocks import Fill
 from stepwell.storage.store.catalog import Entry
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner

@@ -23,10 +23,10 @@ from stepwell.errors import DamagedError, FencedError, StepwellError, VoidError
 from stepwell.events.level_events import Flush, FlushFailed
 from stepwell.faults import crash_part, crash_point
 from stepwell.levels import cached
-from stepwell.storage.format.checksum import block_digest
 from stepwell.storage.format.manifest import Manifest, Void
 from stepwell.storage.format.record import FileEntry
 from stepwell.storage.store import assemble, catalog, commit, files
+from stepwell.storage.store.blocks import fill_from, verified_blocks
 from stepwell.storage.store.objects import Location, ObjectPath
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
@@ -236,13 +236,9 @@ class Flusher:
         try:
             with open(files.open_regular(place), "rb", buffering=0) as bytes_of:
                 started = time.monotonic()
-                for number, expected in enumerate(file.blocks):
-                    block = bytes_of.read(file.block_bytes)
-                    if block_digest(block) != expected:
-                        raise DamagedError(f"{place}: block {number} is not what its record says", path=str(place))
-                    stream.write(memoryview(block))
+                for start, block in verified_blocks(file, fill_from(bytes_of, str(place)), str(place)):
+                    stream.write(block)
                     self._moved_at = time.monotonic()
-                    start = number * file.block_bytes
                     self._slow_down(started, start + len(block))
                     crash_part("flush", start, len(block), file.nbytes)
         except BaseException:

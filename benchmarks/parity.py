@@ -4,7 +4,6 @@
 
     memcpy         a shard copied to memory that is there already, whole; and by slices into one room, as parity is fed
     encode         what one member does for the parity it stores: it reads m times a shard from the others
-    by stripe      what it does if it makes a whole stripe for all who store it: it reads a shard
     rebuild        one lost member, or m of them
 
 Both rates are medians over rounds, in GB/s: `shard` counts the bytes of a shard (one that is protected, or those that
@@ -30,7 +29,7 @@ import numpy
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "src"))
 
-from stepwell.levels.protect.erasure import SLICE_BYTES, StripeLayout, encode, encode_stripe, rebuild  # noqa: E402
+from stepwell.levels.protect.erasure import SLICE_BYTES, StripeLayout, encode, rebuild  # noqa: E402
 
 CASES = [(1, 4), (1, 8), (2, 4), (2, 8)]
 
@@ -43,8 +42,8 @@ class Shards:
         self.layout = StripeLayout(tuple(map(len, contents)), parity)
         self.parity = [memoryview(bytearray(self.layout.parity_bytes)) for _ in contents]
         self.back = {member: memoryview(bytearray(len(contents[member]))) for member in range(parity)}
-        for stripe in range(len(contents)):
-            encode_stripe(self.layout, stripe, self.read, self.store)
+        for member in range(len(contents)):
+            self.encode(member)
 
     def read(self, member: int, start: int, nbytes: int, into: memoryview) -> None:
         into[:] = self.contents[member][start : start + nbytes]
@@ -57,11 +56,8 @@ class Shards:
     def store(self, member: int, offset: int, data: memoryview) -> None:
         self.parity[member][offset : offset + len(data)] = data
 
-    def encode(self) -> None:
-        encode(self.layout, 0, self.read, lambda offset, data: self.store(0, offset, data))
-
-    def encode_stripe(self) -> None:
-        encode_stripe(self.layout, 0, self.read, self.store)
+    def encode(self, member: int = 0) -> None:
+        encode(self.layout, member, self.read, lambda offset, data: self.store(member, offset, data))
 
     def rebuild(self, count: int) -> None:
         def write(member: int, offset: int, data: memoryview) -> None:
@@ -95,8 +91,6 @@ def works(shards: Shards) -> dict[str, tuple[Callable[[], None], int]]:
     """What is timed, and how many shards it is for."""
     parity, count = shards.layout.parity, shards.layout.members
     found: dict[str, tuple[Callable[[], None], int]] = {f"m={parity} n={count} encode": (shards.encode, 1)}
-    if parity > 1:
-        found[f"m={parity} n={count} by stripe"] = (shards.encode_stripe, 1)
     for lost in sorted({1, parity}):
         found[f"m={parity} n={count} rebuild {lost}"] = ((lambda lost=lost: shards.rebuild(lost)), lost)
     return found

@@ -40,7 +40,8 @@ import stepwell.restore.search
 from stepwell.events.journal import read_events
 from stepwell.restore import into_tensors
 from stepwell.restore.byte_sources import FileSource, MemorySource
-from stepwell.restore.load import load_record
+from stepwell.restore.load import load
+from stepwell.restore.whole import Part
 from stepwell.storage.format.record import Record
 from stepwell.training.state.tracked import track
 
@@ -186,7 +187,7 @@ def reader(fd: int, count: int) -> Callable[[int], None]:
 
 
 def sweep(arguments: argparse.Namespace) -> None:
-    """Seconds of `load_record` by number of threads, from a memfd and from the file, each into a fresh optimizer."""
+    """Seconds of `load` by number of threads, from a memfd and from the file, each into a fresh optimizer."""
     (shard,) = Path(arguments.where).glob("step-*/rank-00000.safetensors")
     record = Record.load((shard.parent / "rank-00000.json").read_bytes(), path=str(shard))
     fd, nbytes = os.memfd_create("sweep"), shard.stat().st_size
@@ -201,9 +202,8 @@ def sweep(arguments: argparse.Namespace) -> None:
         drop_caches()
         wait(arguments)
         started = time.perf_counter()
-        load_record(
-            record, lambda _: source(*given), track({"model": model, "optimizer": optimizer}), only=None, strict=True
-        )
+        part = Part(record, lambda _: source(*given))
+        load([part], track({"model": model, "optimizer": optimizer}), only=None, strict=True)
         wait(arguments)
         found.setdefault(label, {})[str(threads)] = time.perf_counter() - started
 
@@ -272,7 +272,7 @@ def show_sweep(found: dict[str, Any]) -> None:
     nbytes = found.pop("nbytes")
     for label, measured in found.items():
         rates = (f"{threads}: {nbytes / seconds / 1e9:.2f}" for threads, seconds in measured.items())
-        print(f"load_record, GB/s by threads   {label:22s} {'  '.join(rates)}")
+        print(f"load, GB/s by threads   {label:22s} {'  '.join(rates)}")
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from stepwell.events import journal, run_events
 from stepwell.handover.client import AgentClient
 from stepwell.levels.level_spec import Node, Shared, read_levels
 from stepwell.ranks.member import Together
+from stepwell.restore.open_request import LoadRequest, OpenRequest, Wish
 from stepwell.restore.open_run import Reopened, load_only, reopen
 from stepwell.storage.codecs.codec_spec import Spec
 from stepwell.storage.store.learned import TOLD
@@ -40,6 +41,7 @@ from stepwell.training.loop.save import Saving
 from stepwell.training.loop.save_handle import SaveHandle
 from stepwell.training.loop.schedule import Schedule
 from stepwell.training.policy.every import Every, Policy
+from stepwell.training.snapshot.snapshot_options import SnapshotOptions
 from stepwell.training.snapshot.snapshotter import Snapshotter
 from stepwell.training.state.capture import Capture
 from stepwell.training.state.gradients import Gradients
@@ -115,13 +117,11 @@ class Checkpointer:
         self._steps = steps = StepCounter(has_optimizers=has_optimizers, has_data=data is not None)
         self._pace = pace = Schedule(self._paths, owner, options.choose_policy(policy, overhead), memory, self._log)
         self._client = AgentClient(self._log)
+        verify = options.is_set("STEPWELL_VERIFY") or verify_snapshots
+        slots = 2 if memory is None else 3 if self._deltas is None else 4
         self._snapshotter = Snapshotter(
             self._tracked,
-            strategy=snapshot,
-            verify=options.is_set("STEPWELL_VERIFY") or verify_snapshots,
-            host_memory=host_memory,
-            slots=2 if memory is None else 3 if self._deltas is None else 4,
-            deltas=self._deltas,
+            SnapshotOptions(snapshot, verify, host_memory, slots, self._deltas),
             log=self._log,
             client=self._client,
         )
@@ -178,13 +178,14 @@ class Checkpointer:
         options.check_wishes(step, before, only, [item.name for item in self._tracked])
         if self._reopened is not None:
             raise ConfigError("restore() comes once, before the first batch; make a new Checkpointer to go back again")
+        wish = Wish(step, before, prefer)
         if only is None:
-            restored = self._reopen(step=step, before=before, strict=strict, prefer=prefer).restored
+            restored = self._reopen(wish=wish, strict=strict).restored
             self._own.is_stopped &= step is None and before is None  # who names a checkpoint wants to train on
             return restored is not None
         self._may_abandon = True
-        which: dict[str, Any] = {"step": step, "before": before, "only": only, "strict": strict, "prefer": prefer}
-        return load_only(self._paths, self._tracked, log=self._log, group=self._together.open(), **which)
+        request = LoadRequest.of(only, wish, strict=strict)
+        return load_only(self._paths, self._tracked, request, log=self._log, group=self._together.open())
 
     def _ensure_open(self) -> None:
         self._home.check()
@@ -193,16 +194,18 @@ class Checkpointer:
         if self._reopened is None:
             self._reopen(fresh=True, may_abandon=self._may_abandon)
 
-    def _reopen(self, **wishes: Any) -> Reopened:
-        wishes |= {"log": self._log, "client": self._client, "attach": self._attach, "check": self._own.check}
-        wishes |= {"group": self._together.open(), "levels": self._levels, "deltas": self._deltas, "keep": self._keep}
+    def _reopen(self, **wanted: Any) -> Reopened:
+        group = self._together.open()
         self._own.given = settings(self._tracked)
         self._take_over()
+        request = OpenRequest(
+            attach=lambda seed: self.data.begin(seed, self._together.owner), check=self._own.check,
+            seed=self.data.seed if self._seed is None else self._seed,
+            levels=self._levels, deltas=self._deltas, keep=self._keep, **wanted,
+        )  # fmt: skip
         try:
             with self._client.starting():
-                reopened = reopen(
-                    self._paths, self._tracked, seed=self.data.seed if self._seed is None else self._seed, **wishes
-                )
+                reopened = reopen(self._paths, self._tracked, request, log=self._log, client=self._client, group=group)
                 self._open(reopened)
         except BaseException:
             if self._client.is_started:
@@ -217,9 +220,6 @@ class Checkpointer:
             before = _open_runs.get((self._paths.identity, self._paths.rank))
             if before is not None and before is not self._ending:
                 before.give_way()
-
-    def _attach(self, seed: int) -> None:
-        self.data.begin(seed, self._together.owner)
 
     def _open(self, reopened: Reopened) -> None:
         """From here on the run is ours: agent, data, hooks, memory."""

@@ -16,11 +16,12 @@ import pytest
 from stepwell.agent.files import buffered as cache
 from stepwell.agent.files.tuning import Setting
 from stepwell.agent.files.writer import Writer, copy_file, digest_image
-from stepwell.agent.files.writer_threads import NICE, Pool
+from stepwell.agent.files.writer_threads import Pool
 from stepwell.agent.queue import AbandonedError
 from stepwell.handover.memory import Arena, ArenaShape, whole_pages
 from stepwell.storage.format.checksum import BLOCK_BYTES, block_digest
 from stepwell.storage.store import files
+from stepwell.storage.store.background import NICE
 
 MIB = 1 << 20
 MOST_BYTES = 5 * BLOCK_BYTES + 4097

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from stepwell.restore.byte_sources import FileSource
-from stepwell.restore.load import load_record
+from stepwell.restore.load import load
+from stepwell.restore.whole import Part
 from stepwell.storage.format.checksum import block_digest
 from stepwell.storage.format.document import unseal
 from stepwell.storage.format.record import KIND, Record
@@ -74,7 +75,7 @@ def own_state() -> dict[str, Any]:
     """The run's own state as the golden checkpoint holds it: how torch seeds a generator is not our format."""
     record = Record.load((CHECKPOINT / "rank-00000.json").read_bytes(), path="golden")
     objects = track({"model": {}, "values": {}})
-    loaded = load_record(record, lambda file: FileSource(CHECKPOINT / file.name), objects, only=None, strict=True)
+    loaded = load([Part(record, lambda file: FileSource(CHECKPOINT / file.name))], objects, only=None, strict=True)
     own: dict[str, Any] = loaded.own
     return own
 

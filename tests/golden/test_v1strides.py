@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.restore.byte_sources import FileSource
-from stepwell.restore.load import load_record
+from stepwell.restore.load import load
+from stepwell.restore.whole import Part
 from stepwell.storage.format.checksum import block_digest
 from stepwell.storage.format.document import unseal
 from stepwell.storage.format.record import KIND
@@ -48,9 +49,8 @@ def test_it_restores_to_known_values_at_known_places(tmp_path: Path) -> None:
 def test_todays_writer_writes_the_same(tmp_path: Path) -> None:
     (entry,) = scan(RunPaths(ROOT))
     record = read_record(RunPaths(ROOT), read_manifest(RunPaths(ROOT), entry.id))
-    loaded = load_record(
-        record, lambda file: FileSource(entry.path / file.name), track({"values": {}}), only=None, strict=True
-    )
+    part = Part(record, lambda file: FileSource(entry.path / file.name))
+    loaded = load([part], track({"values": {}}), only=None, strict=True)
     make.make_woven(tmp_path / "run", loaded.own)
     old, new = (unseal((root / RECORD).read_bytes(), path="x", kind=KIND) for root in (ROOT, tmp_path / "run"))
     assert {**old, "versions": 0, "checksum": 0} == {**new, "versions": 0, "checksum": 0}

@@ -130,7 +130,7 @@ def test_a_directory_that_is_swapped_while_it_is_emptied(paths: RunPaths, precio
         links(are_followed=is_followed),
         contextlib.suppress(OSError, DamagedError),
     ):
-        retention.remove_directory(entry)
+        retention.remove_directory(entry.path)
     assert swapped and untouched(precious) is not is_followed
 
 
@@ -175,7 +175,7 @@ def test_prune_removes_nothing_elsewhere(paths: RunPaths, precious: Path, is_fol
         links(are_followed=is_followed),
         contextlib.suppress(OSError, DamagedError),
     ):
-        retention.remove_checkpoint(entry)
+        retention.remove_checkpoint(entry.id, entry.path)
     assert untouched(precious) is not is_followed
 
 

@@ -36,6 +36,7 @@ from stepwell.storage.format.checksum import BlockHasher
 from stepwell.storage.format.record import FileEntry, Record
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
+from tests.levels import theory
 from tests.ranks.groups.circle import Circle
 
 RUN = "0123456789abcdef"
@@ -148,9 +149,9 @@ class Field:
             return not lost
         if isinstance(self.protect, Pairs | Partner):
             find = sets.pairs if isinstance(self.protect, Pairs) else sets.ring
-            return sets.is_recoverable_from_copies(find(self.domains), lost)
+            return theory.is_recoverable_from_copies(find(self.domains), lost)
         found, _ = sets.make_sets(self.domains, self.protect.n)
-        return sets.is_recoverable_from_parity(found, getattr(self.protect, "m", 1), lost)
+        return theory.is_recoverable_from_parity(found, getattr(self.protect, "m", 1), lost)
 
     def restart(self, nodes: Sequence[str], wanted: Callable[[int, int], bool] = lambda rank, part: True) -> Restart:
         """All ranks, on these nodes. `wanted`: whether a rank reads a part."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stepwell.errors import ConfigError, DamagedError
 from stepwell.levels.protect import erasure
-from stepwell.levels.protect.erasure import StripeLayout, encode, encode_stripe, rebuild, survives
+from stepwell.levels.protect.erasure import StripeLayout, encode, rebuild, survives
 
 PAGE = 4096
 
@@ -213,22 +213,6 @@ def test_every_chunk_is_in_one_stripe_and_every_row_on_another_member(count: int
         assert (len(chunks), len(rows)) == (count * layout.data, count * parity)
 
 
-@pytest.mark.usefixtures("small_slices")
-@pytest.mark.parametrize(("count", "parity"), [(4, 1), (5, 2), (7, 3)])
-def test_a_stripe_at_once_is_the_same_parity(count: int, parity: int) -> None:
-    shards = Shards(some(uneven(count)), parity)
-    found = [bytearray(shards.layout.parity_bytes) for _ in range(count)]
-
-    def write(member: int, offset: int, data: memoryview) -> None:
-        found[member][offset : offset + len(data)] = data
-
-    shards.asked = []
-    for stripe in range(count):
-        encode_stripe(shards.layout, stripe, shards.read, write)
-    assert found == shards.parity
-    assert sum(nbytes for *_, nbytes in shards.asked) == sum(shards.layout.lengths)  # every byte once
-
-
 def test_headers_tell_nothing_of_the_content() -> None:
     """So they are not stored, and those of zeros serve for any content. And nothing but headers is left out."""
     driver = erasure._driver(4, 3)
@@ -333,11 +317,8 @@ def test_shards_beyond_4_gib_in_a_few_places(count: int, parity: int, monkeypatc
     monkeypatch.setattr(StripeLayout, "slices", slices)
     parities: dict[tuple[int, int], bytes] = {}
 
-    def write_parity(member: int, offset: int, data: memoryview) -> None:
-        parities[member, offset] = bytes(data)
-
-    for stripe in range(count):
-        encode_stripe(layout, stripe, synthesise, write_parity)
+    for member in range(count):
+        encode(layout, member, synthesise, lambda at, data, own=member: parities.update({(own, at): bytes(data)}))
     assert max(at for _, at in parities) > 1 << 32
 
     def read_parity(member: int, start: int, nbytes: int, into: memoryview) -> None:
@@ -407,8 +388,6 @@ def test_members_that_are_not_there() -> None:
     for position in (-1, 4):
         with pytest.raises(ConfigError, match="no member"):
             encode(shards.layout, position, shards.read, lambda *_: None)
-        with pytest.raises(ConfigError, match="no member"):
-            encode_stripe(shards.layout, position, shards.read, lambda *_: None)
         with pytest.raises(ConfigError, match="no member"):
             rebuild(shards.layout, [0, position], shards.read, shards.read_parity, lambda *_: None)
 

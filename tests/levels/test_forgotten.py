@@ -145,7 +145,52 @@ def test_a_mark_that_cannot_be_read_is_refused(run_dir: Path, tmp_path: Path) ->
     run.ckpt.close()
 
 
-def test_why_tells_of_it(run_dir: Path, tmp_path: Path) -> None:
-    step = train_on_nodes(run_dir, tmp_path / "cache")
+def test_why_looks_into_the_cache_of_this_node(run_dir: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    step = train_on_nodes(run_dir, cache, flushed=True)
+    text = " ".join(good("why", run_dir).out.split())
+    assert f"step {step} is whole in the cache of this node ({cache}): a restart here with levels= uses that" in text
+    assert "one that does not look there raises an error" in text
+    document = good("why", run_dir, "--json").json
+    assert (document["nodes"]["here"], document["nodes"]["preferred"]) == (True, True)
+    assert document["nodes"]["checkpoint"].startswith(f"step-{step:012}")
+    assert document["chosen"].startswith("step-000000000002")
+    again = Small(run_dir, levels(cache))
+    assert again.ckpt.restore() and again.ckpt.status().step == step
+    again.ckpt.close(save=False)
+
+
+def test_why_knows_how_far_other_nodes_are(run_dir: Path, tmp_path: Path) -> None:
+    """The cache is on another machine: `nodes.json` tells."""
+    cache = tmp_path / "cache"
+    step = train_on_nodes(run_dir, cache, flushed=True)
+    cache.rename(tmp_path / "elsewhere")
     text = " ".join(good("why", run_dir).out.split())
     assert f"step {step} or a newer one is whole in the caches" in text and "starts fresh" not in text
+    assert "one that does not look there raises an error" in text
+    nodes = good("why", run_dir, "--json").json["nodes"]
+    assert (nodes["here"], nodes["preferred"], nodes["cache"]) == (False, True, str(cache))
+
+
+def test_why_does_not_count_a_part_that_is_gone(run_dir: Path, tmp_path: Path) -> None:
+    step = train_on_nodes(run_dir, tmp_path / "cache")
+    for shard in (tmp_path / "cache").glob(f"runs/*/step-{step:012}*/*.safetensors"):
+        shard.unlink()
+    nodes = good("why", run_dir, "--json").json["nodes"]
+    assert nodes["here"] is False and nodes["checkpoint"].startswith(f"step-{step:012}"), "nodes.json names it still"
+
+
+def test_why_of_a_named_step_looks_at_the_nodes_too(run_dir: Path, tmp_path: Path) -> None:
+    step = train_on_nodes(run_dir, tmp_path / "cache", flushed=True)
+    found = good("why", run_dir, "--step", step, "--json").json
+    assert found["chosen"] is None and found["nodes"]["here"]
+    assert good("why", run_dir, "--step", 2, "--json").json["nodes"] is None
+    assert "one that does not look there cannot" in " ".join(good("why", run_dir, "--step", step).out.split())
+
+
+def test_why_leaves_a_history_that_was_left(run_dir: Path, tmp_path: Path) -> None:
+    train_on_nodes(run_dir, tmp_path / "cache", flushed=True)
+    named = Small(run_dir)
+    assert named.ckpt.restore(step=2)
+    named.ckpt.close(save=False)
+    assert good("why", run_dir, "--json").json["nodes"] is None

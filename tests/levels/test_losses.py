@@ -158,7 +158,7 @@ class Anything(str):
 def test_control_without_checksums_a_flipped_bit_gets_through(
     lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("restore.verified_read", "levels.protect.shard_bytes", "levels.protect.copies"):
+    for module in ("restore.verified_read", "storage.store.blocks"):
         monkeypatch.setattr(f"stepwell.{module}.block_digest", lambda data: Anything())
     field = Field(tmp_path, "abcd", Xor(4))
     field.build()

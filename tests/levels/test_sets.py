@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from stepwell.errors import ConfigError
 from stepwell.levels.protect.sets import (
-    is_recoverable_from_copies,
-    is_recoverable_from_parity,
     losses_allowed,
     make_sets,
     pairs,
     ring,
 )
+from tests.levels.theory import is_recoverable_from_copies, is_recoverable_from_parity
 
 DOMAINS = st.lists(st.integers(1, 9), max_size=9).flatmap(
     lambda counts: st.permutations([f"node{number}" for number, count in enumerate(counts) for _ in range(count)])

@@ -19,6 +19,7 @@ from stepwell.events import journal
 from stepwell.handover.channel import encode
 from stepwell.handover.client import AgentClient
 from stepwell.handover.memory import FROZEN, Arena, ArenaShape, whole_pages
+from stepwell.restore.open_request import LoadRequest, OpenRequest, Wish
 from stepwell.restore.open_run import Reopened, load_only, reopen
 from stepwell.storage.format.manifest import Manifest
 from stepwell.storage.store.catalog import read_manifest
@@ -127,8 +128,10 @@ def restore(root: Path, objects: dict[str, Any], **options: Any) -> Reopened:
     log = journal.EventLog(paths.events, who="trainer")
     client = AgentClient(log)
     try:
-        nothing = {"attach": lambda seed: None, "check": lambda own: None}
-        return reopen(paths, track(objects), seed=None, log=log, client=client, **nothing, **options)
+        wish = Wish(*(options.pop(name, None) for name in ("step", "before", "prefer")))
+        group = options.pop("group", None)
+        request = OpenRequest(attach=lambda seed: None, check=lambda own: None, wish=wish, **options)
+        return reopen(paths, track(objects), request, log=log, client=client, group=group)
     finally:
         client.give_up()
         log.close()
@@ -139,7 +142,7 @@ def restore_only(root: Path, objects: dict[str, Any], *, only: set[str], step: i
     paths = RunPaths(root)
     log = journal.EventLog(paths.events, who="trainer")
     try:
-        return load_only(paths, track(objects), log=log, step=step, before=None, only=only, strict=True)
+        return load_only(paths, track(objects), LoadRequest.of(only, Wish(step)), log=log)
     finally:
         log.close()
 

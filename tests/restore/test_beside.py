@@ -32,7 +32,7 @@ def save(build: RunBuilder, step: int, **more: Any) -> CheckpointId:
 
 def prune(build: RunBuilder) -> None:
     for entry, _ in retention.surplus(catalog.scan(build.paths), Keep(last=2)):
-        retention.remove_checkpoint(entry)
+        retention.remove_checkpoint(entry.id, entry.path)
 
 
 def live(*names: str) -> torch.nn.Module:

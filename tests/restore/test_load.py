@@ -16,7 +16,8 @@ import torch
 
 from stepwell.errors import ConfigError, RestoreError, StateError
 from stepwell.restore.byte_sources import FileSource
-from stepwell.restore.load import load_record
+from stepwell.restore.load import load
+from stepwell.restore.whole import Part
 from stepwell.storage.format.record import Record
 from stepwell.training.state.tracked import track
 from tests.restore.build import RunBuilder, damage_events, restore, restore_only
@@ -171,7 +172,7 @@ def test_leaves_of_other_devices_come_to_this_one(build: RunBuilder) -> None:
         moved = replace(record, leaves=tuple(replace(leaf, device=device) for leaf in record.leaves))
         values: dict[str, Any] = {}
         objects = track({"v": values})
-        load_record(moved, lambda file: FileSource(directory / file.name), objects, only=None, strict=True)
+        load([Part(moved, lambda file: FileSource(directory / file.name))], objects, only=None, strict=True)
         expected = "cuda" if device == "cuda:7" and torch.cuda.is_available() else "cpu"
         assert values["a"].device.type == expected and values["a"].tolist() == [0, 1, 2]
 

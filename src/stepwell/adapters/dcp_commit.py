@@ -172,6 +172,6 @@ def finish(ticket: CommitTicket, world_size: int, keep: Keep) -> None:
     if read_history(paths).newest == ticket.id.lineage:
         entries = catalog.scan(paths)
         for entry in retention.left_over(entries, ticket.id.lineage):  # of saves that failed or were killed
-            retention.remove_directory(entry)
+            retention.remove_directory(entry.path)
         for entry, _ in retention.surplus(entries, keep):
-            retention.remove_checkpoint(entry)
+            retention.remove_checkpoint(entry.id, entry.path)

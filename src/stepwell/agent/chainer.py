@@ -31,6 +31,7 @@ from stepwell.storage.chain.section_coder import Given
 from stepwell.storage.codecs import precoded
 from stepwell.storage.codecs.assignment import CodedLeaf, Deltas, State
 from stepwell.storage.store import files
+from stepwell.storage.store.background import lower_priority
 from stepwell.storage.store.lineage import newest_number
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId
@@ -177,7 +178,7 @@ class Chainer:
         )  # fmt: skip
 
     def _work(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # training comes first
+        lower_priority()
         try:
             while (pending := self._take()) is not None:
                 said = self._append(pending)

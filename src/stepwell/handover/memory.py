@@ -114,10 +114,6 @@ class Arena:
         start = self.shape.start(index)
         return self.view[start : start + nbytes]
 
-    def header_offset(self, index: int) -> int:
-        """Where a slot's header words lie (sequence first)."""
-        return index * _STRIDE
-
     def _put(self, index: int, word: int, value: int) -> None:
         _WORD.pack_into(self.memory, index * _STRIDE + word, value)
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stepwell.errors import VoidError
-from stepwell.storage.format.manifest import Manifest, RecordRef
+from stepwell.storage.format.manifest import Manifest
+from stepwell.storage.format.summary import Summary
 from stepwell.storage.store import assemble
-from stepwell.storage.store.commit import record_name
 from stepwell.types import CheckpointId, Owner
 
 _AWAY: Final = "the cache of its node cannot be written: its part is in the shared place"
@@ -45,22 +45,26 @@ def degraded(states: States) -> dict[str, str]:
     return {str(rank): reason for rank, reason in sorted((alone | failed | away).items())}
 
 
+def summaries(run: str, id: CheckpointId, created: float, states: States) -> list[Summary]:
+    """All ranks hold their parts: their records, summed up."""
+    held = [states[rank]["held"] for rank in sorted(states)]
+    return [
+        Summary(
+            run=run,
+            id=id,
+            owner=Owner(rank, len(held)),
+            created=created,
+            nbytes=item["nbytes"],
+            digest=item["digest"],
+            data_bytes=item["data_bytes"],
+            suspect=item["suspect"],
+            copies=item.get("copies", {}),
+        )
+        for rank, item in enumerate(held)
+    ]
+
+
 def make_manifest(run: str, id: CheckpointId, meta: Mapping[str, Any], states: States) -> Manifest:
     """All ranks hold their parts. `meta`: what the trainer said when it began."""
-    held = [states[rank]["held"] for rank in sorted(states)]
-    suspects = [item["suspect"] for item in held if item["suspect"] is not None]
-    records = [
-        RecordRef(record_name(Owner(rank, len(held))), item["nbytes"], item["digest"]) for rank, item in enumerate(held)
-    ]
-    return Manifest(
-        run=run,
-        id=id,
-        world_size=len(held),
-        created=meta["created"],
-        records=tuple(records),
-        nbytes=sum(item["data_bytes"] for item in held),
-        suspect=suspects[0] if suspects else None,
-        epoch_end=meta["epoch_end"],
-        finished=meta["finished"],
-        name=meta["name"],
-    )
+    said = {name: meta[name] for name in ("epoch_end", "finished", "name")}
+    return assemble.make_manifest(summaries(run, id, meta["created"], states), **said)

@@ -1,6 +1,7 @@
 """The way back: what is there, which checkpoint, every byte verified on its way into the live state.
 
 open_run         opens a run: inventory, plan, verified read, vote, next lineage
+open_request     what a start wants of its run
 common_setup     what all ranks must have in common
 candidates       what a start could resume from, in the order it is tried
 preference       which of these comes first

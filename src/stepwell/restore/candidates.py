@@ -14,21 +14,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stepwell.errors import ConfigError, DamagedError, RestoreError, listing
+from stepwell.errors import DamagedError, RestoreError, listing
 from stepwell.events import journal, run_events
 from stepwell.events.chain_events import ChainLeft
 from stepwell.restore.behind_nodes import check_nodes
 from stepwell.restore.from_memory import Holdings
 from stepwell.restore.from_nodes import Caches
-from stepwell.restore.preference import Ranked, choose
+from stepwell.restore.open_request import Wish
+from stepwell.restore.preference import Ranked, choose_on_disk, sort_key
 from stepwell.restore.whole import Part, parts_on_disk
 from stepwell.storage.chain.chain_files import chain_path, list_chains
 from stepwell.storage.store import catalog, files
 from stepwell.storage.store.lineage import read_history
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId
-
-PREFERENCES = (None, "exact", "newest")
 
 
 @dataclass(frozen=True)
@@ -59,23 +58,6 @@ class Candidate:
         return cls(id, *values[1:])
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What is asked for: this step, or the newest below one; and whether it may be lossy.
-
-    worth: seconds of work that make a lossy one preferable, where nothing is said; None: never
-    """
-
-    step: int | None = None
-    before: int | None = None
-    prefer: str | None = None
-    worth: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.prefer not in PREFERENCES:
-            raise ConfigError(f"prefer={self.prefer!r}: give 'exact' or 'newest'", name="prefer")
-
-
 def plan(
     paths: RunPaths,
     everywhere: Sequence[dict[str, Any]],
@@ -86,14 +68,14 @@ def plan(
     any_branch: bool = False,
 ) -> list[list[Any]]:
     """Rank 0: candidates in the order they are tried. Raises RestoreError if there are checkpoints but none to try."""
-    choices = choose(catalog.scan_again(paths), step=wish.step, before=wish.before, any_branch=any_branch)
+    choices = choose_on_disk(paths, step=wish.step, before=wish.before, any_branch=any_branch)
     found: dict[CheckpointId, Candidate] = {}
     for choice in choices:
         entry = choice.entry
         if entry.damage is not None:
             log.emit(run_events.Damage(directory=entry.id.directory, reason=entry.damage))
         if choice.rank is not None and entry.manifest is not None:
-            found[entry.id] = Candidate(entry.id, entry.manifest.suspect is not None, entry.is_live, True)
+            found[entry.id] = Candidate(entry.id, entry.is_suspect, entry.is_live, True)
     history = read_history(paths)
 
     def is_wanted(id: CheckpointId) -> bool:
@@ -113,7 +95,7 @@ def plan(
             is_suspect = any(fact is not None and fact["suspect"] for fact in facts)
             known = found.get(named, Candidate(named, is_suspect, True, False))
             found[named] = replace(known, is_suspect=is_suspect, in_memory=True)
-    exact = sorted(found.values(), key=_preference)
+    exact = sorted(found.values(), key=_sort_key)
     merged = _merge(exact, _find_lossy(paths, is_wanted), wish, paths, log)
     if wish.step is None and wish.before is None:
         check_nodes(paths, history, caches, max(found, default=None), log, is_only=any_branch)
@@ -122,10 +104,8 @@ def plan(
     return [candidate.dump() for candidate in merged]
 
 
-def _preference(candidate: Candidate) -> tuple[bool, bool, int, int, int]:
-    """As `choose` ranks them: not suspect, live, newest."""
-    id = candidate.id
-    return candidate.is_suspect, not candidate.is_live, -id.step, -id.lineage, -id.repeat
+def _sort_key(candidate: Candidate) -> tuple[Any, ...]:
+    return sort_key(candidate.id, is_suspect=candidate.is_suspect, is_live=candidate.is_live)
 
 
 def _find_lossy(
@@ -144,7 +124,7 @@ def _find_lossy(
                 lossy = Candidate(id, False, True, False, chain=chain.base.directory, until=item.number)
                 found.append((lossy, functools.partial(when, item)))
                 break
-    return sorted(found, key=lambda item: _preference(item[0]))
+    return sorted(found, key=lambda item: _sort_key(item[0]))
 
 
 def _merge(
@@ -161,7 +141,7 @@ def _merge(
             (
                 at
                 for at, item in enumerate(merged)
-                if not item.chain and _is_preferred(candidate, created, item, wish, paths)
+                if not item.chain and _is_lossy_preferred(candidate, created, item, wish, paths)
             ),
             len(merged),
         )
@@ -175,7 +155,7 @@ def _merge(
     return merged
 
 
-def _is_preferred(
+def _is_lossy_preferred(
     lossy: Candidate, created: Callable[[], float], exact: Candidate, wish: Wish, paths: RunPaths
 ) -> bool:
     """Whether going on from what is exact would lose too much. What is in memory is the newest there can be."""

@@ -19,14 +19,13 @@ from torch.nn.parameter import is_lazy
 
 from stepwell.errors import DamagedError, StateError, listing
 from stepwell.restore import needed_records
-from stepwell.restore.byte_sources import BlockSource
 from stepwell.restore.held_files import held
 from stepwell.restore.into_tensors import Placing
 from stepwell.restore.match import Fit, Target, leaf_names
 from stepwell.restore.verified_read import read_record_leaves, read_some
 from stepwell.restore.whole import Fetch, Part, Whole
 from stepwell.storage.format.box import Box
-from stepwell.storage.format.record import FileEntry, Record
+from stepwell.storage.format.record import Record
 from stepwell.training.state import rng
 from stepwell.training.state.flatten import dtype_from, leaf_name, unflatten
 from stepwell.training.state.shards import is_distributed
@@ -54,19 +53,6 @@ class Loaded:
 
 Touched = dict[int, str]
 """Live tensors, by address, into which bytes of a checkpoint went that could not be restored, with their names."""
-
-
-def load_record(
-    record: Record,
-    open_source: Callable[[FileEntry], BlockSource],
-    tracked: Sequence[Tracked],
-    *,
-    only: set[str] | None,
-    strict: bool,
-    check: Callable[[dict[str, Any]], None] | None = None,
-) -> Loaded:
-    """`load` of a checkpoint of one rank."""
-    return load([Part(record, open_source)], tracked, only=only, strict=strict, check=check)
 
 
 def load(

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +25,16 @@ from stepwell.handover.channel import Message
 from stepwell.handover.client import AgentClient
 from stepwell.handover.find_agents import make_whereabouts
 from stepwell.levels.assignments import Orders
-from stepwell.levels.level_spec import Levels
 from stepwell.ranks.groups.consent import each, lead
 from stepwell.ranks.groups.group import Group
 from stepwell.ranks.groups.group_key import common_key
 from stepwell.ranks.groups.local import LocalGroup
 from stepwell.restore.behind_nodes import check_fresh
-from stepwell.restore.candidates import Places, Wish, inventory, plan
+from stepwell.restore.candidates import Places, inventory, plan
 from stepwell.restore.common_setup import check_directory, check_levels, check_lineage
 from stepwell.restore.from_memory import Holdings
 from stepwell.restore.from_nodes import Caches
+from stepwell.restore.open_request import LoadRequest, OpenRequest
 from stepwell.restore.search import Search
 from stepwell.storage.format.manifest import Lineage, Run
 from stepwell.storage.store import catalog, files, mirror
@@ -112,40 +112,22 @@ class Reopened:
 def reopen(
     paths: RunPaths,
     tracked: Sequence[Tracked],
+    request: OpenRequest,
     *,
-    seed: int | None,
     log: journal.EventLog,
     client: AgentClient,
-    attach: Callable[[int], None],
-    check: Callable[[dict[str, Any]], None],
     group: Group | None = None,
-    levels: Levels | None = None,
-    deltas: Deltas | None = None,
-    keep: Keep | None = None,
-    step: int | None = None,
-    before: int | None = None,
-    strict: bool = True,
-    prefer: str | None = None,
-    fresh: bool = False,
-    may_abandon: bool = False,
 ) -> Reopened:
-    """Open or create the run and restore what is asked for. Collective: all ranks restore the same checkpoint.
-
-    attach:       told the run's seed, before anything is read
-    check:        told the run's own state, if `strict`, before anything is changed; may refuse it
-    keep:         noted with the lineage, for who prunes the run later
-    fresh:        restore nothing: refused where there are checkpoints, unless
-    may_abandon:  the user took single objects out of them and goes on from step 0
-    """
+    """Open or create the run and restore what is asked for. Collective: all ranks restore the same checkpoint."""
     group = LocalGroup() if group is None else group
-    wish = Wish(step, before, prefer, None if deltas is None else deltas.worth)
+    levels, deltas = request.levels, request.deltas
     journal.speak_to_terminal(level=logging.INFO if group.is_leader else logging.WARNING)
-    opened = lead(group, "opening the run", lambda: open_run(paths, seed=seed).dump().decode())
+    opened = lead(group, "opening the run", lambda: open_run(paths, seed=request.seed).dump().decode())
     run, owner = Run.load(opened.encode(), path=str(paths.run)), Owner(group.rank, group.size)
 
     def begin() -> None:
         mirror.fetch(paths, since=run.created)
-        attach(run.seed)
+        request.attach(run.seed)
 
     each(group, "the data", begin)
     check_directory(group, paths, run)
@@ -154,7 +136,7 @@ def reopen(
         log.emit(LevelsUnused(path=unused, why=f"deltas= writes straight to {paths.root}"))
 
     def next_lineage(parent: int, step: int, lossy: str | None = None) -> Lineage:
-        told: dict[str, Any] = {"parent": parent, "step": step, "lossy": lossy, "keep": keep}
+        told: dict[str, Any] = {"parent": parent, "step": step, "lossy": lossy, "keep": request.keep}
         made = lead(group, "the next lineage", lambda: create_next(paths, **told).dump().decode())
         lineage = Lineage.load(made.encode(), path=str(paths.lineages))
         check_lineage(group, paths, lineage)
@@ -166,8 +148,9 @@ def reopen(
     agents = make_whereabouts(paths, run.id)
     opened_as = functools.partial(Reopened, run, owner=owner, key=key, agents=agents)
     caches = None if levels is None else Caches(levels, run.id, paths, group, log, key)
-    if fresh:
-        lead(group, "a fresh start", lambda: None if may_abandon else _refuse_overwriting(paths, catalog.scan(paths)))
+    if request.fresh:
+        if not request.may_abandon:
+            lead(group, "a fresh start", lambda: _refuse_overwriting(paths, catalog.scan(paths)))
         return _settle(opened_as(next_lineage(0, 0)), paths, caches, client)
     holdings = Holdings.find(agents, client, group.rank)
     client.launch()
@@ -177,8 +160,8 @@ def reopen(
             caches.share()
         everywhere = group.all_gather(inventory(holdings), "what is held in memory")
         places = Places(paths, holdings, caches, log)
-        search = Search(places, tracked, group, strict, check if strict else None)
-        restored = search.run(lambda: plan(paths, everywhere, caches, log, wish))
+        search = Search(places, tracked, group, request.strict, request.check if request.strict else None)
+        restored = search.run(lambda: plan(paths, everywhere, caches, log, request.wish_with_worth))
         if restored is None:
             return _settle(opened_as(next_lineage(0, 0)), paths, caches, client)
         id, loaded, frozen, world_size, lossy = restored
@@ -207,26 +190,20 @@ def _settle(reopened: Reopened, paths: RunPaths, caches: Caches | None, client: 
 def load_only(
     paths: RunPaths,
     tracked: Sequence[Tracked],
+    request: LoadRequest,
     *,
     log: journal.EventLog,
-    step: int | None,
-    before: int | None,
-    only: str | set[str],
-    strict: bool,
-    prefer: str | None = None,
     group: Group | None = None,
 ) -> bool:
     """Take single objects out of a run and leave the run as it is: no lineage, no agent. False: nothing was there."""
     group = LocalGroup() if group is None else group
-    only = {only} if isinstance(only, str) else only
     each(group, "the desk", lambda: mirror.fetch(paths))
     journal.speak_to_terminal()
     opened = lead(group, "the run", lambda: read_run(paths).dump().decode() if files.exists(paths.run) else None)
     if opened is not None:
         check_directory(group, paths, Run.load(opened.encode(), path=str(paths.run)))
-    search = Search(Places(paths, Holdings(), None, log), tracked, group, strict, None, only)
-    wish = Wish(step, before, prefer)
-    return search.run(lambda: plan(paths, [], None, log, wish, any_branch=True)) is not None
+    search = Search(Places(paths, Holdings(), None, log), tracked, group, request.strict, None, set(request.only))
+    return search.run(lambda: plan(paths, [], None, log, request.wish, any_branch=True)) is not None
 
 
 def _refuse_overwriting(paths: RunPaths, entries: Sequence[catalog.Entry]) -> None:

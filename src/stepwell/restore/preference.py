@@ -1,6 +1,6 @@
 """Which checkpoint a restart uses, and why not the others.
 
-Owns:    the order of candidates, as a pure function of what the catalog found.
+Owns:    the one order of candidates (`sort_key`), and the verdict on each checkpoint in the run's directory.
 Holds:   only live, committed checkpoints are candidates, unless the user names a step; one that is not suspect comes
          before any that is; newest first.
 """
@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from stepwell.storage.store import catalog
 from stepwell.storage.store.catalog import Entry
+from stepwell.storage.store.paths import RunPaths
+from stepwell.types import CheckpointId
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,18 @@ NOT_COMMITTED: Final = "not committed: it is being written, or its process ended
 """Which of these it is the files do not tell."""
 
 
+def sort_key(id: CheckpointId, *, is_suspect: bool = False, is_live: bool = True) -> tuple[bool, bool, int, int, int]:
+    """The order in which checkpoints are tried, wherever they lie: not suspect, live, newest first."""
+    return is_suspect, not is_live, -id.step, -id.lineage, -id.repeat
+
+
+def choose_on_disk(
+    paths: RunPaths, *, step: int | None = None, before: int | None = None, any_branch: bool = False
+) -> list[Ranked]:
+    """`choose` for the run's directory or bucket."""
+    return choose(catalog.scan_again(paths), step=step, before=before, any_branch=any_branch)
+
+
 def choose(
     entries: Sequence[Entry], *, step: int | None = None, before: int | None = None, any_branch: bool = False
 ) -> list[Ranked]:
@@ -36,22 +51,14 @@ def choose(
     """
     refusals = {entry.id: _why_not(entry, step, before, any_branch) for entry in entries}
     usable = [entry for entry in entries if refusals[entry.id] is None]
-    usable.sort(key=lambda entry: (_is_suspect(entry), not entry.is_live, _newest_first(entry)))
+    usable.sort(key=lambda entry: sort_key(entry.id, is_suspect=entry.is_suspect, is_live=entry.is_live))
     chosen = [Ranked(entry, rank, _why(entry, rank, usable)) for rank, entry in enumerate(usable)]
     rest = [
         Ranked(entry, None, refusal)
-        for entry in sorted(entries, key=_newest_first)
+        for entry in sorted(entries, key=lambda entry: sort_key(entry.id))
         if (refusal := refusals[entry.id]) is not None
     ]
     return chosen + rest
-
-
-def _newest_first(entry: Entry) -> tuple[int, int, int]:
-    return -entry.id.step, -entry.id.lineage, -entry.id.repeat
-
-
-def _is_suspect(entry: Entry) -> bool:
-    return entry.manifest is not None and entry.manifest.suspect is not None
 
 
 def _why_not(entry: Entry, step: int | None, before: int | None, any_branch: bool) -> str | None:

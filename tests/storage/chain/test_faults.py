@@ -22,8 +22,9 @@ from stepwell.agent.queue import AgentLayout, Pending, PendingQueue
 from stepwell.agent.worker import Worker
 from stepwell.events.journal import EventLog, read_events
 from stepwell.handover.memory import PAGE, Arena, ArenaShape
-from stepwell.restore.candidates import Candidate, Wish, _merge
+from stepwell.restore.candidates import Candidate, _merge
 from stepwell.restore.from_chain import find_chains
+from stepwell.restore.open_request import Wish
 from stepwell.storage.chain.chain_writer import ChainWriter
 from stepwell.storage.chain.segment import segment_name
 from stepwell.storage.codecs.assignment import CodedLeaf

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.errors import DamagedError, StorageError
-from stepwell.storage.store import assemble, catalog, commit, files, no_follow, passing_errors
+from stepwell.storage.store import assemble, catalog, commit, files, passing_errors
 from tests.storage.store.test_assemble import WORLD, Scene
 
 NAMES = ("EIO", "ESTALE", "ETIMEDOUT", "EMFILE")
@@ -20,7 +20,7 @@ class Failing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, *, is_shared: bool = True) -> None:
         self.left, self.pauses, number = 0, list[float](), getattr(errno, name)
-        inner = no_follow.open_file
+        inner = files.no_follow.open_file
 
         def open_file(path: Path, flags: int, mode: int = 0o644) -> int:
             if self.left and not flags & os.O_ACCMODE and path.name not in ("run.json", "0001.json"):
@@ -28,7 +28,7 @@ class Failing:
                 raise OSError(number, os.strerror(number), str(path))
             return inner(path, flags, mode)
 
-        monkeypatch.setattr(no_follow, "open_file", open_file)
+        monkeypatch.setattr(files.no_follow, "open_file", open_file)
         monkeypatch.setattr(passing_errors.time, "sleep", self.pauses.append)
         monkeypatch.setattr(passing_errors, "is_shared", lambda path: is_shared)
 
@@ -72,7 +72,7 @@ def test_a_name_that_cannot_be_looked_at_is_not_taken_for_missing(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
 
     monkeypatch.setattr(passing_errors.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(no_follow, "lstat", lstat)
+    monkeypatch.setattr(files.no_follow, "lstat", lstat)
     for look in (files.exists, files.is_directory, files.facts):
         with pytest.raises(StorageError):
             look(tmp_path)

@@ -121,7 +121,7 @@ def test_a_checkpoint_stops_being_one_before_its_files_go(tmp_path: Path) -> Non
         mock.patch.object(files, "remove", lambda path: (order.append(path.name), real_remove(path))),
         mock.patch.object(files, "sync_directory", lambda path: (order.append("sync"), real_sync(path))),
     ):
-        remove_checkpoint(found)
+        remove_checkpoint(found.id, found.path)
     assert order[:2] == ["manifest.json", "sync"]
     assert not build.paths.checkpoint(id).exists()
 
@@ -133,7 +133,7 @@ def test_a_link_in_a_removed_checkpoint_is_removed_not_followed(tmp_path: Path) 
     outside.write_text("stays")
     (found,) = scan(RunPaths(tmp_path / "run"))
     (found.path / "link").symlink_to(outside)
-    remove_checkpoint(found)
+    remove_checkpoint(found.id, found.path)
     assert outside.read_text() == "stays" and not found.path.exists()
 
 
@@ -157,7 +157,7 @@ def test_one_that_another_process_removes_meanwhile_is_gone(name: str, has_chain
         return real(path)
 
     with mock.patch.object(files, name, first_somebody_else):
-        remove_checkpoint(found)
+        remove_checkpoint(found.id, found.path)
     assert calls and not found.path.exists() and not chain.exists()
 
 
@@ -166,4 +166,4 @@ def test_what_cannot_be_removed_and_is_still_there_is_an_error(tmp_path: Path) -
     build.write({"x": 1}, 1)
     (found,) = scan(build.paths)
     with mock.patch.object(files, "remove_directory", side_effect=FileNotFoundError), pytest.raises(FileNotFoundError):
-        remove_checkpoint(found)
+        remove_checkpoint(found.id, found.path)

@@ -19,7 +19,7 @@ from tests.tools.cli.commands import good
 
 SLOW = (
     "import sys, time\n"
-    "from stepwell.restore import verified_read as read\n"
+    "from stepwell.restore import byte_sources as read\n"
     "true = read.FileSource.read\n"
     "def slow(self, *given):\n"
     "    time.sleep({pause})\n"  # the disk of this test: it makes reading take as long as the test says

@@ -28,7 +28,7 @@ from stepwell.levels.level_spec import Protection, Shared, Single, choose_protec
 from stepwell.levels.node_map import Sitting, find_sittings
 from stepwell.levels.peers.connections import Peers
 from stepwell.levels.peers.server import PeerServer, listen
-from stepwell.levels.protect.copies import Fill, copy_shard
+from stepwell.levels.protect.copies import copy_shard
 from stepwell.levels.protect.parity import RECORD
 from stepwell.levels.protect.protection import Duties, near_fill, near_shard
 from stepwell.levels.protect.repair import RepairReach, remake, tell
@@ -37,10 +37,11 @@ from stepwell.ranks.groups.group import Group
 from stepwell.ranks.groups.group_key import common_key
 from stepwell.ranks.line.line_meeting import own_address
 from stepwell.ranks.wire.secret import derive
-from stepwell.storage.format.checksum import block_digest, document_digest
+from stepwell.storage.format.checksum import document_digest
 from stepwell.storage.format.parity_entry import Parity, parity_name
 from stepwell.storage.format.record import FileEntry, Record
 from stepwell.storage.store import files
+from stepwell.storage.store.blocks import Fill, check_blocks
 from stepwell.storage.store.commit import record_name
 from stepwell.storage.store.node_id import node_id
 from stepwell.storage.store.paths import RunPaths
@@ -380,13 +381,7 @@ def _check_file(directory: Any, file: FileEntry, fill: Fill) -> None:
     if facts is None or facts.nbytes != file.nbytes:
         found = None if facts is None else facts.nbytes
         raise DamagedError(f"{directory / file.name}: {found} bytes, the record says {file.nbytes}")
-    room = memoryview(bytearray(min(file.block_bytes, file.nbytes)))
-    for number, expected in enumerate(file.blocks):
-        start = number * file.block_bytes
-        block = room[: min(file.block_bytes, file.nbytes - start)]
-        fill(file, start, block)
-        if block_digest(block) != expected:
-            raise DamagedError(f"{directory / file.name}: block {number} is not what its record says")
+    check_blocks(file, fill, str(directory / file.name))
 
 
 def near_records(home: RunPaths, id: CheckpointId, world_size: int) -> dict[int, Record]:

@@ -31,13 +31,11 @@ from stepwell.events.scr_events import ParameterIgnored
 from stepwell.levels import cache_retention, cached
 from stepwell.levels.assignments import run_cache
 from stepwell.levels.cached import Level
+from stepwell.levels.level_verdict import summaries
 from stepwell.ranks.groups.consent import each, lead
 from stepwell.ranks.groups.detect import find_group
 from stepwell.ranks.groups.group import Group, default_seconds
-from stepwell.storage.format.manifest import Manifest, RecordRef
-from stepwell.storage.store import commit, files, retention
-from stepwell.storage.store.catalog import Entry
-from stepwell.storage.store.commit import record_name
+from stepwell.storage.store import assemble, commit, files, retention
 from stepwell.storage.store.lineage import create_next, newest_number, open_run, read_history, read_run
 from stepwell.storage.store.paths import RunPaths
 from stepwell.training.loop.preemption import Leave
@@ -237,13 +235,11 @@ class ScrJob:
     def settle(self, id: CheckpointId, level: Level, *, is_checkpoint: bool) -> None:
         """All ranks hold their parts: let every node's cache say so. Collective."""
         states = self.nodes.states(id)
-        held = [state["held"] for state in states if state["held"] is not None]
-        if len(held) != self.group.size:
+        if any(state["held"] is None for state in states):
             raise DamagedError(f"{id}: a rank cannot read its own record any more")
-        refs = [RecordRef(record_name(Owner(rank)), item["nbytes"], item["digest"]) for rank, item in enumerate(held)]
         created = lead(self.group, "when it was whole", now)
-        nbytes = sum(item["data_bytes"] for item in held)
-        manifest = Manifest(self.run, id, len(refs), created, tuple(refs), nbytes)
+        held = summaries(self.run, id, created, dict(enumerate(states)))
+        manifest = assemble.make_manifest(held)
 
         def keep() -> None:
             files.put_new(self.home.checkpoint(id) / "level.json", level.dump(), point="level")
@@ -276,7 +272,7 @@ class ScrJob:
         if not files.is_directory(self.home.checkpoint(id)):
             return
         try:
-            retention.remove_checkpoint(Entry(id, self.home.checkpoint(id), None, None, is_live=True))
+            retention.remove_checkpoint(id, self.home.checkpoint(id))
         except (OSError, StepwellError) as error:
             self.log.emit(run_events.PruneFailed(directory=id.directory, error=str(error)))
 

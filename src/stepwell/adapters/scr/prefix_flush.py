@@ -11,11 +11,9 @@ Holds:   the order is that of every checkpoint (`store.assemble`); every block i
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 from stepwell.adapters.scr.application_files import PUBLISHED, Description, publish, withdraw
@@ -25,16 +23,16 @@ from stepwell.events.level_events import Flush, FlushFailed
 from stepwell.events.run_events import Event, logger
 from stepwell.faults import crash_point
 from stepwell.levels import cached
-from stepwell.levels.protect.copies import Fill, keep_shard
+from stepwell.levels.protect.copies import keep_shard
 from stepwell.levels.protect.protection import near_shard
 from stepwell.storage.format.manifest import Manifest, Void
 from stepwell.storage.format.record import FileEntry, Record
 from stepwell.storage.store import assemble, catalog, commit, files, retention
-from stepwell.storage.store.catalog import Entry
+from stepwell.storage.store.background import lower_priority, retry_seconds
+from stepwell.storage.store.blocks import Fill
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
 
-_RETRY_SECONDS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _POLL_SECONDS: Final = 0.05
 _IDLE_SECONDS: Final = 60.0
 _FINAL: Final = (FencedError, VoidError, DamagedError)
@@ -122,8 +120,7 @@ def remove(prefix: Prefix, item: ListedDataset) -> None:
     """A dataset, and the application's names of its files. Raises OSError."""
     with contextlib.suppress(DamagedError):
         withdraw(prefix.root, prefix.paths, prefix.records(item.manifest))
-    entry = Entry(item.id, prefix.paths.checkpoint(item.id), item.manifest, None, is_live=True)
-    retention.remove_checkpoint(entry)
+    retention.remove_checkpoint(item.id, prefix.paths.checkpoint(item.id))
 
 
 class Carrier:
@@ -205,8 +202,7 @@ class Carrier:
         return True
 
     def _work(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # the program's own threads come first
+        lower_priority()
         while True:
             with self._changed:
                 while not self._is_closed and not self._due():
@@ -238,7 +234,7 @@ class Carrier:
             count = self._failures.get(id, 0)
             if self.fail(id, error, is_first=not count):
                 return True
-            pause, self._failures[id] = _RETRY_SECONDS[min(count, len(_RETRY_SECONDS) - 1)], count + 1
+            pause, self._failures[id] = retry_seconds(count, is_quick=True), count + 1
         with self._changed:
             if id in self._waiting:
                 self._waiting[id] = time.monotonic() + pause
@@ -283,9 +279,7 @@ def finish_open(prefix: Prefix, resumed: set[CheckpointId], emit: Callable[[Even
             is_wanted = False  # a word that it is void would hold up another try too
             emit(FlushFailed(step=id.step, error=str(error), action="removed"))
         if not is_wanted:
-            directory = prefix.paths.checkpoint(id)
-            assert isinstance(directory, Path)
-            retention.remove_directory(Entry(id, directory, None, None, is_live=False))
+            retention.remove_directory(prefix.paths.checkpoint(id))
     for item in reversed(prefix.datasets()):
         if item.is_live and not prefix.is_published(item.id):
             conclude(prefix, item.id)

@@ -26,6 +26,7 @@ from stepwell.levels.cached import Level
 from stepwell.levels.protect.copies import keep_shard
 from stepwell.levels.protect.protection import near_fill
 from stepwell.ranks.groups.consent import lead
+from stepwell.restore.preference import sort_key
 from stepwell.storage.store import catalog, files
 from stepwell.storage.store.lineage import read_history, read_lineages
 from stepwell.types import CheckpointId
@@ -73,7 +74,7 @@ class Restarts:
         listed = {item.id: item for item in job.prefix.datasets()} if settings.is_fetching else {}
         chosen = index.current if index.is_pinned else settings.current
         found: list[tuple[CheckpointId, Description, int]] = []
-        for id in sorted({*job.nodes.found, *listed}, reverse=True):
+        for id in sorted({*job.nodes.found, *listed}, key=sort_key):
             is_cached = settings.is_distributing and job.nodes.is_whole(id)
             item = listed.get(id)
             description = item.description if item is not None else job.nodes.known.get(id)

@@ -7,14 +7,11 @@ Holds:   `run` returns when every thread is done with the work, whatever happene
 
 from __future__ import annotations
 
-import contextlib
-import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Final
 
-NICE: Final = 10
+from stepwell.storage.store.background import lower_priority
 
 
 class _Call:
@@ -57,7 +54,6 @@ class Pool:
                 raise call.error
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # on Linux: of this thread only
+        lower_priority()
         while True:
             self._calls.get()()

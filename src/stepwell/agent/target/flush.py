@@ -10,7 +10,6 @@ Holds:   a shared place that fails, fills up or hangs holds up this thread and n
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,15 +22,15 @@ from stepwell.errors import DamagedError, FencedError, StepwellError, VoidError
 from stepwell.events.level_events import Flush, FlushFailed
 from stepwell.faults import crash_part, crash_point
 from stepwell.levels import cached
-from stepwell.storage.format.checksum import block_digest
 from stepwell.storage.format.manifest import Manifest, Void
 from stepwell.storage.format.record import FileEntry
 from stepwell.storage.store import assemble, catalog, commit, files
+from stepwell.storage.store.background import lower_priority, retry_seconds
+from stepwell.storage.store.blocks import fill_from, verified_blocks
 from stepwell.storage.store.objects import Location, ObjectPath
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 
-_RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
 _STILL_SECONDS: Final = 30.0
 """Without a block carried, a system call hangs."""
 _MOST: Final = 2
@@ -118,7 +117,7 @@ class Flusher:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # training and the node's own disk come first
+        lower_priority()
         while True:
             with self._changed:
                 while not self._waiting and not self._is_closed:
@@ -153,7 +152,7 @@ class Flusher:
                     break
                 self._is_failing = True  # until it has worked: a try that hangs is no better
                 with self._changed:
-                    self._changed.wait(_RETRY_SECONDS[min(failures, len(_RETRY_SECONDS) - 1)])
+                    self._changed.wait(retry_seconds(failures))
                 failures += 1
         else:
             return
@@ -236,13 +235,9 @@ class Flusher:
         try:
             with open(files.open_regular(place), "rb", buffering=0) as bytes_of:
                 started = time.monotonic()
-                for number, expected in enumerate(file.blocks):
-                    block = bytes_of.read(file.block_bytes)
-                    if block_digest(block) != expected:
-                        raise DamagedError(f"{place}: block {number} is not what its record says", path=str(place))
-                    stream.write(memoryview(block))
+                for start, block in verified_blocks(file, fill_from(bytes_of, str(place)), str(place)):
+                    stream.write(block)
                     self._moved_at = time.monotonic()
-                    start = number * file.block_bytes
                     self._slow_down(started, start + len(block))
                     crash_part("flush", start, len(block), file.nbytes)
         except BaseException:

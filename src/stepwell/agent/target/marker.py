@@ -14,6 +14,7 @@ from typing import Final
 from stepwell.errors import FencedError, StepwellError
 from stepwell.events.journal import EventLog
 from stepwell.events.level_events import MarkFailed
+from stepwell.storage.store.background import retry_seconds
 from stepwell.storage.store.commit import check_fence
 from stepwell.storage.store.nodes_mark import Mark, leave_mark, remove_unfinished
 from stepwell.storage.store.paths import RunPaths
@@ -21,7 +22,6 @@ from stepwell.types import CheckpointId
 
 _LEAST_SECONDS: Final = 5.0
 """From one write to the next: so far the mark may be behind, if agent and trainer die at once."""
-_RETRY_SECONDS: Final = (0.5, 1, 2, 5, 10, 30)
 _HANGS_SECONDS: Final = 10.0
 
 
@@ -81,7 +81,7 @@ class Marker:
                     self._log.emit(MarkFailed(step=id.step, error=str(error)))
                 self._is_failing = True
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_closed, _RETRY_SECONDS[min(failures, 5)])
+                    self._changed.wait_for(lambda: self._is_closed, retry_seconds(failures))
                 failures += 1
             else:
                 failures, self._is_failing = 0, False

@@ -36,7 +36,6 @@ from stepwell.levels.protect.copies import copy_shard
 from stepwell.storage.format.manifest import Void
 from stepwell.storage.format.record import Record
 from stepwell.storage.store import assemble, commit, files, retention
-from stepwell.storage.store.catalog import Entry
 from stepwell.storage.store.spare import is_left_over, put_away
 from stepwell.types import CheckpointId, Keep, Owner
 
@@ -361,9 +360,8 @@ class NodeTarget(Persister):
         rank, level = self.owner.rank, self.decisions.level
         if self._whole and self.orders.here(rank)[0] == rank:
             for id in cache_retention.surplus(self.paths, self.orders, rank, self._whole, level):
-                entry = Entry(id, self.paths.checkpoint(id), None, None, is_live=True)
                 try:
-                    retention.remove_checkpoint(entry, self.shelf.spare)
+                    retention.remove_checkpoint(id, self.paths.checkpoint(id), self.shelf.spare)
                 except (OSError, StepwellError) as error:
                     is_clean = False
                     self.log.emit(run_events.PruneFailed(directory=id.directory, error=str(error)))

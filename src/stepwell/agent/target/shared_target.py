@@ -284,9 +284,9 @@ class Persister:
                 break
             try:
                 if entry.is_committed:
-                    retention.remove_checkpoint(entry, self.shelf.spare)
+                    retention.remove_checkpoint(entry.id, entry.path, self.shelf.spare)
                 else:
-                    retention.remove_directory(entry)
+                    retention.remove_directory(entry.path)
                 self.log.emit(run_events.Prune(directory=entry.id.directory, reason=reason))
             except (OSError, StepwellError) as error:
                 is_clean = False

@@ -16,15 +16,13 @@ from typing import Protocol
 from stepwell.errors import DamagedError
 from stepwell.faults import crash_part, crash_point
 from stepwell.levels import cached
-from stepwell.storage.format.checksum import block_digest, document_digest
+from stepwell.storage.format.checksum import document_digest
 from stepwell.storage.format.record import FileEntry, Record
 from stepwell.storage.store import assemble, commit, files
+from stepwell.storage.store.blocks import Fill, check_blocks, fill_from, verified_blocks
 from stepwell.storage.store.objects import Location
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
-
-Fill = Callable[[FileEntry, int, memoryview], None]
-"""Fills a buffer with the bytes of a file of the record from an offset on. Raises OSError or DamagedError."""
 
 
 class Reader(Protocol):
@@ -90,7 +88,8 @@ def is_good(place: Location, file: FileEntry) -> bool:
     if facts is None or facts.nbytes != file.nbytes:
         return False
     with contextlib.suppress(OSError, DamagedError), open(files.open_regular(place), "rb", buffering=0) as source:
-        return all(block_digest(source.read(file.block_bytes)) == expected for expected in file.blocks)
+        check_blocks(file, fill_from(source, str(place)), str(place))
+        return True
     return False
 
 
@@ -125,13 +124,7 @@ def writing(final: Path, nbytes: int) -> Iterator[Callable[[int, memoryview], No
 
 
 def _write(final: Path, file: FileEntry, fill: Fill) -> None:
-    buffer = memoryview(bytearray(min(file.nbytes, file.block_bytes)))
     with writing(final, file.nbytes) as write:
-        for number, expected in enumerate(file.blocks):
-            start = number * file.block_bytes
-            block = buffer[: min(file.block_bytes, file.nbytes - start)]
-            fill(file, start, block)
-            if block_digest(block) != expected:
-                raise DamagedError(f"{file.name}: block {number} is not what its record says", path=file.name)
+        for start, block in verified_blocks(file, fill, file.name):
             write(start, block)
             crash_part("copy", start, len(block), file.nbytes)

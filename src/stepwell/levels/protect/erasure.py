@@ -105,35 +105,16 @@ def survives(layout: StripeLayout, lost: Collection[int]) -> bool:
 def encode(layout: StripeLayout, position: int, read: Read, write: Callable[[int, memoryview], None]) -> None:
     """Compute the parity that the member at `position` stores: `write(offset, data)`, from the first byte to the last.
 
-    Reads `parity` times as many bytes as a member has, from the others: see `encode_stripe`. What `write` is given may
-    not be kept.
+    Reads `parity` times as many bytes as a member has, from the others. What `write` is given may not be kept.
     """
     _check(layout, [position])
     coder = _coder(layout)
     for row in range(layout.parity):
         stripe = (position - row) % layout.members
-        _encode_rows(layout, coder, stripe, [row], read, lambda _, offset, data: write(offset, data))
-
-
-def encode_stripe(layout: StripeLayout, stripe: int, read: Read, write: Write) -> None:
-    """Compute the parity of one stripe, for all who store it: `write(member, offset in its parity, data)`.
-
-    A way to move less where parity is more than one: all rows cost one reading of the stripe. If the member at
-    `stripe` does this and sends the others their rows, each sends and gets about as much as it has, and not `parity`
-    times as much.
-    """
-    _check(layout, [stripe])
-    _encode_rows(layout, _coder(layout), stripe, range(layout.parity), read, write)
-
-
-def _encode_rows(
-    layout: StripeLayout, coder: _Coder, stripe: int, rows: Sequence[int], read: Read, write: Write
-) -> None:
-    for start, nbytes in layout.slices():
-        sources = {piece: _piece(layout, stripe, piece, start, nbytes, read) for piece in range(layout.data)}
-        found = coder.solve(sources, [layout.data + row for row in rows])
-        for row, data in zip(rows, found, strict=True):
-            write(layout.holder(stripe, row), row * layout.chunk_bytes + start, data[:nbytes])
+        for start, nbytes in layout.slices():
+            sources = {piece: _piece(layout, stripe, piece, start, nbytes, read) for piece in range(layout.data)}
+            (data,) = coder.solve(sources, [layout.data + row])
+            write(row * layout.chunk_bytes + start, data[:nbytes])
 
 
 def rebuild(layout: StripeLayout, lost: Collection[int], read: Read, read_parity: Read, write: Write) -> None:

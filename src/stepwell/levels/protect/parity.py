@@ -17,13 +17,14 @@ from typing import Final
 from stepwell.errors import DamagedError
 from stepwell.faults import crash_part, crash_point
 from stepwell.levels.protect import erasure
-from stepwell.levels.protect.copies import Fill, keep_shard, writing
+from stepwell.levels.protect.copies import keep_shard, writing
 from stepwell.levels.protect.shard_bytes import Logical
 from stepwell.storage.format.checksum import PART_BYTES, BlockHasher, document_digest
 from stepwell.storage.format.manifest import RecordRef
 from stepwell.storage.format.parity_entry import Parity, parity_name
 from stepwell.storage.format.record import FileEntry, Record
 from stepwell.storage.store import commit, files, no_follow
+from stepwell.storage.store.blocks import Fill
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
 

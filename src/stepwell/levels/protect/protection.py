@@ -18,10 +18,11 @@ from stepwell.levels.cached import Held
 from stepwell.levels.level_spec import Pairs, Partner, Protection, ReedSolomon, Single
 from stepwell.levels.peers.connections import Peers
 from stepwell.levels.protect import sets
-from stepwell.levels.protect.copies import Fill, Reader, copy_shard, fetch_record
+from stepwell.levels.protect.copies import Reader, copy_shard, fetch_record
 from stepwell.levels.protect.parity import Shard, find_parity, keep_parity
 from stepwell.storage.format.record import FileEntry, Record
 from stepwell.storage.store import assemble, files
+from stepwell.storage.store.blocks import Fill, fill_from
 from stepwell.storage.store.commit import record_name
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
@@ -118,13 +119,8 @@ def near_fill(directory: Any) -> Fill:
     assert isinstance(directory, Path)
 
     def fill(file: FileEntry, start: int, buffer: memoryview) -> None:
-        with open(files.open_regular(directory / file.name), "rb", buffering=0) as source:
-            source.seek(start)
-            done = 0
-            while done < len(buffer):
-                got = source.readinto(buffer[done:])
-                if not got:
-                    break
-                done += got
+        place = directory / file.name
+        with open(files.open_regular(place), "rb", buffering=0) as source:
+            fill_from(source, str(place))(file, start, buffer)
 
     return fill

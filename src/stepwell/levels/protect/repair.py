@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from stepwell.errors import DamagedError, PeerError
 from stepwell.levels import cached
 from stepwell.levels.inventory import HeldNode, HeldParity, Inventory, Loss, Place
-from stepwell.levels.protect.copies import Fill, Reader, fetch_record
+from stepwell.levels.protect.copies import Reader, fetch_record
 from stepwell.levels.protect.parity import Shard, find_parity, rebuild, record_copy
 from stepwell.levels.protect.protection import near_fill, near_shard
 from stepwell.storage.format.checksum import document_digest
 from stepwell.storage.format.parity_entry import Parity, parity_name
 from stepwell.storage.format.record import FileEntry, Record
 from stepwell.storage.store import files
+from stepwell.storage.store.blocks import Fill
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId
 

@@ -16,7 +16,7 @@ each set takes at most one of them, and needs somebody else. These ranks, and no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 from stepwell.errors import ConfigError
 
@@ -71,21 +71,6 @@ def ring(domains: Sequence[str]) -> dict[int, tuple[int, ...]]:
 def losses_allowed(members: int, parity: int) -> int:
     """How many members a set of this many may lose; a set that came out small has room for less parity."""
     return min(parity, members - 1)
-
-
-def is_recoverable_from_copies(holders: Mapping[int, Collection[int]], lost: Collection[int]) -> bool:
-    """Whether of every lost rank's shard there is a copy on a rank that is not lost."""
-    gone = set(lost)
-    return all(any(holder not in gone for holder in holders.get(rank, ())) for rank in gone)
-
-
-def is_recoverable_from_parity(sets: Sequence[Sequence[int]], parity: int, lost: Collection[int]) -> bool:
-    """Whether no set lost more members than it has parity for, and nobody is lost who is in no set."""
-    gone = set(lost)
-    protected = {rank for members in sets for rank in members}
-    return gone <= protected and all(
-        len(gone.intersection(members)) <= losses_allowed(len(members), parity) for members in sets
-    )
 
 
 def _split(domains: Sequence[str]) -> tuple[list[Domain], list[int]]:

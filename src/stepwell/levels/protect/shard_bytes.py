@@ -10,10 +10,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from stepwell.errors import DamagedError
-from stepwell.levels.protect.copies import Fill
-from stepwell.storage.format.checksum import block_digest
 from stepwell.storage.format.record import FileEntry
+from stepwell.storage.store.blocks import Fill, check_block
 
 
 class Logical:
@@ -49,7 +47,6 @@ class Logical:
         if self._kept != (number, at):
             self._kept = None
             self._fill(file, start, view)
-            if block_digest(view) != file.blocks[at]:
-                raise DamagedError(f"{self._label}/{file.name}: block {at} is not what its record says", path=file.name)
+            check_block(view, file, at, f"{self._label}/{file.name}", path=file.name)
             self._kept = (number, at)
         return view

@@ -24,7 +24,6 @@ from stepwell.storage.codecs.floats import Bytes, Words
 COLUMNS: Final = 1 << 14
 FACTOR: Final = 0x9E3779B5
 MIX_BITS: Final = 16
-DIGEST_NBYTES: Final = 16
 _ROWS: Final = 16
 """Rows that are mixed at once: all that is made of them stays in the cache, and calls are few."""
 _SLAB: Final = 256 * COLUMNS

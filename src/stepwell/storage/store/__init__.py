@@ -19,6 +19,8 @@ node_id             the id of a node, in its cache
 nodes_mark          how far the nodes are ahead of the shared location
 run_secret          where the secret of a run is kept
 mounts              what kind of file system a path lies on
+blocks              a file block by block, compared with its record
+background          threads that work beside training: priority, and when to try again
 parallel_reads      many small reads at once
 passing_errors      errors that pass: a server restarts, descriptors are short
 """

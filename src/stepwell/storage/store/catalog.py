@@ -47,6 +47,11 @@ class Entry:
         return self.manifest is not None or self.damage is not None
 
     @property
+    def is_suspect(self) -> bool:
+        """Its manifest says that the state may be wrong."""
+        return self.manifest is not None and self.manifest.suspect is not None
+
+    @property
     def is_good(self) -> bool:
         """Committed and, as far as the manifest tells, whole."""
         return self.manifest is not None

@@ -41,7 +41,7 @@ class Mark:
         newest = CheckpointId.parse(fields.text("newest"))
         if newest is None:
             raise DamagedError(f"{path}: newest is no checkpoint", path=path)
-        return cls(fields.text("run"), newest, fields.text("cache"))
+        return cls(fields.run_id("run"), newest, fields.text("cache"))
 
 
 def read_mark(paths: RunPaths) -> Mark | None:

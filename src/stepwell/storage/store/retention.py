@@ -13,9 +13,10 @@ from stepwell.faults import crash_point
 from stepwell.storage.chain.chain_files import remove_chain
 from stepwell.storage.store import files
 from stepwell.storage.store.catalog import LOOKED_AT, Entry
+from stepwell.storage.store.objects import Location
 from stepwell.storage.store.paths import RunPaths
 from stepwell.storage.store.spare import Spare, is_left_over, put_away
-from stepwell.types import Keep
+from stepwell.types import CheckpointId, Keep
 
 _SUSPECTS_KEPT = 1
 
@@ -48,27 +49,27 @@ def surplus(entries: Sequence[Entry], keep: Keep) -> list[tuple[Entry, str]]:
     return out
 
 
-def remove_checkpoint(entry: Entry, spare: Spare | None = None) -> None:
+def remove_checkpoint(id: CheckpointId, path: Location, spare: Spare | None = None) -> None:
     """Remove one checkpoint: first it stops being one, then its files go; one of them into `spare`, if that is free.
 
     One that another process has removed meanwhile is gone: that is no error.
     """
     crash_point("prune.begin")
-    with files.unless_gone(entry.path):
-        files.remove(entry.path / "manifest.json")
-        files.sync_directory(entry.path)  # before the shards go: a power loss must not bring the manifest back alone
+    with files.unless_gone(path):
+        files.remove(path / "manifest.json")
+        files.sync_directory(path)  # before the shards go: a power loss must not bring the manifest back alone
         crash_point("prune.unlisted")
-        remove_chain(entry.path.parent, entry.id)
-        remove_directory(entry, spare)
+        remove_chain(path.parent, id)
+        remove_directory(path, spare)
 
 
-def remove_directory(entry: Entry, spare: Spare | None = None) -> None:
+def remove_directory(path: Location, spare: Spare | None = None) -> None:
     """Remove what is left of a directory that holds no manifest."""
-    with files.unless_gone(entry.path):
-        for name in files.list_names(entry.path):
-            put_away(entry.path / name, spare)
+    with files.unless_gone(path):
+        for name in files.list_names(path):
+            put_away(path / name, spare)
             crash_point("prune.middle")
-        files.remove_directory(entry.path)
+        files.remove_directory(path)
 
 
 def left_over(entries: Sequence[Entry], lineage: int) -> list[Entry]:

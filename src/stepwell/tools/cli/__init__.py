@@ -6,6 +6,7 @@ survey        a quick look at every checkpoint
 liveness      whether anybody works on a run
 decisions     `show --policy`
 chain_reach   what the chains of a run reach
+node_caches   what the caches of the nodes hold, as far as this machine can tell
 output        tables for people, JSON for scripts
 wording       sizes, ages, counts
 commands      one module per command

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from stepwell.errors import ConfigError, DamagedError
-from stepwell.restore.preference import choose
+from stepwell.restore.preference import choose_on_disk
 from stepwell.restore.whole import Whole, parts_on_disk
 from stepwell.storage.format.manifest import Manifest
 from stepwell.storage.store import catalog, files, mirror, no_follow
@@ -114,7 +114,7 @@ def locate(text: str, step: int | None = None) -> Located:
     paths, step, id = split(text, step)
     if id is not None:
         return _checked(paths, catalog.judge(paths, id, read_history(paths)))
-    choices = choose(catalog.scan(paths), step=step)
+    choices = choose_on_disk(paths, step=step)
     problem: DamagedError | None = None
     for choice in choices:
         if choice.rank is None:

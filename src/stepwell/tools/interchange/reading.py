@@ -15,13 +15,13 @@ from typing import Final
 
 from stepwell.errors import DamagedError, RestoreError, listing
 from stepwell.restore.byte_sources import BlockSource
-from stepwell.restore.preference import choose
+from stepwell.restore.preference import choose_on_disk
 from stepwell.restore.verified_read import Deliver, read_file, read_some
 from stepwell.restore.whole import Part, Whole, parts_on_disk, whole_leaf
 from stepwell.storage.format import dtypes
 from stepwell.storage.format.box import Box, Runs
 from stepwell.storage.format.record import LeafEntry
-from stepwell.storage.store import catalog, files
+from stepwell.storage.store import files
 from stepwell.storage.store.paths import RunPaths
 
 _MOST_NAMED: Final = 3
@@ -40,7 +40,7 @@ def open_checkpoint(where: str | os.PathLike[str], step: int | None, rank: int =
     rank, world_size:  who asks: where as many ranks saved it, each gets its own values and leaves back
     """
     paths, problems = RunPaths.at(where), []
-    for choice in choose(catalog.scan(paths), step=step):
+    for choice in choose_on_disk(paths, step=step):
         manifest = choice.entry.manifest
         if choice.rank is None or manifest is None:
             problems.append(f"{choice.entry.id}: {choice.reason}")

@@ -5,6 +5,7 @@ arrange        roles, layout and program of a state, kept while the state looks 
 layout         where each leaf lies in a slot
 program        what has to be copied, and by whom
 strategy       beside training, by way of the device, or blocking
+snapshot_options  what the user chose for snapshots
 slots          memory for snapshots: how much, which slot is free
 beginning      copies what may change now, and queues the rest
 inflight       one snapshot under way, up to its verdict

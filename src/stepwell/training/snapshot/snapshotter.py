@@ -27,6 +27,7 @@ from stepwell.training.snapshot.inflight import Inflight
 from stepwell.training.snapshot.quiet_moment import Between
 from stepwell.training.snapshot.record_size import check_size
 from stepwell.training.snapshot.slots import Slot, SlotPool
+from stepwell.training.snapshot.snapshot_options import SnapshotOptions
 from stepwell.training.snapshot.strategy import Choice
 from stepwell.training.snapshot.streamed import StreamAnswers, stream_image
 from stepwell.training.state.flatten import Flat
@@ -35,7 +36,6 @@ from stepwell.training.state.tracked import Tracked
 _SLICE_SECONDS = 1.0
 
 if TYPE_CHECKING:
-    from stepwell.storage.codecs.assignment import Deltas
     from stepwell.training.snapshot.coded import CodedSymbols
 
 
@@ -55,33 +55,31 @@ class Snapshotter:
     def __init__(
         self,
         tracked: Sequence[Tracked],
+        options: SnapshotOptions,
         *,
-        strategy: str,
-        verify: bool,
-        host_memory: int | None,
-        slots: int,
-        deltas: Deltas | None = None,
         log: journal.EventLog,
         client: AgentClient,
     ) -> None:
-        self._choice = Choice(strategy, log)
+        self._choice = Choice(options.strategy, log)
         self._log = log
         self._client = client
         self.symbols: CodedSymbols | None = None
-        spare = 0
+        spare, deltas = 0, options.deltas
         if deltas is not None and deltas.device:
             from stepwell.training.snapshot.coded import SPARE_BYTES, CodedSymbols
 
             spare = SPARE_BYTES
             self.symbols = CodedSymbols(deltas, Arranger(tracked, self._number, is_partial=True), log, client.send)
-        self.pool = SlotPool(slots=slots, cap_bytes=host_memory, spare_bytes=spare, pages=CudaPages(), log=log)
+        self.pool = SlotPool(
+            slots=options.slots, cap_bytes=options.host_memory, spare_bytes=spare, pages=CudaPages(), log=log
+        )
         self.answers = StreamAnswers()
         self._copier = Copier()
         self._between = Between()
         self._arranger = Arranger(tracked, self._number)
         self._beginning = Beginning(
             self.pool, self._arranger, self._choice,
-            verify=verify, symbols=self.symbols, number=self._number, log=log,
+            verify=options.verify, symbols=self.symbols, number=self._number, log=log,
         )  # fmt: skip
         self._wants_room = False
         self.patience = LONG_SECONDS

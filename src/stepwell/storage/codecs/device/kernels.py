@@ -23,8 +23,6 @@ COUNT_ALL: Final = {"ROWS": 16, "PIECE": 256, "num_warps": 2}
 """Rows, and entries of each, that the first pass holds in registers: a lane's counts fit in 8 bits, all in 16."""
 SPARSE: Final = 1024
 """Programs of a kernel that mostly finds nothing to do."""
-TILE_FIELDS: Final = 3
-SLOT_FIELDS: Final = 5
 PICKS: Final = 8
 """Room for the top keys of a group, at most 7, and for whether it cannot be coded."""
 STATS: Final = 3

@@ -95,7 +95,7 @@ def _clean(paths: RunPaths) -> Cleaned:
             continue
         try:
             if item.entry is not None:
-                retention.remove_directory(item.entry)
+                retention.remove_directory(item.entry.path)
             else:
                 files.remove(item.path)
         except FileNotFoundError:

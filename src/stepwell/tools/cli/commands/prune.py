@@ -116,7 +116,7 @@ def _remove(paths: RunPaths, going: list[tuple[Surveyed, str]]) -> tuple[list[Su
     for item, reason in going:
         directory = item.entry.id.directory
         try:
-            retention.remove_checkpoint(item.entry)
+            retention.remove_checkpoint(item.entry.id, item.entry.path)
         except (OSError, StepwellError) as error:
             failed[directory] = str(error)
             log.emit(run_events.PruneFailed(directory=directory, error=str(error)))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import click
 
 from stepwell.events.journal import read_events
-from stepwell.restore.preference import NOT_COMMITTED, Ranked, choose
+from stepwell.restore.preference import NOT_COMMITTED, Ranked, choose, sort_key
 from stepwell.storage.store.lineage import newest_number, read_history
-from stepwell.storage.store.nodes_mark import Mark, read_mark
 from stepwell.storage.store.paths import RunPaths
 from stepwell.tools.cli.chain_reach import Reach, find_reaches
 from stepwell.tools.cli.liveness import Life, look_for_life
 from stepwell.tools.cli.locate import find_run
+from stepwell.tools.cli.node_caches import OnNodes, find_on_nodes
 from stepwell.tools.cli.output import json_option, print_json, print_wrapped
 from stepwell.tools.cli.survey import survey
 from stepwell.types import CheckpointId
@@ -28,9 +28,54 @@ _ENDED: Final = "its process ended before the manifest was written"
 class InMemory:
     """The newest complete snapshot that an agent of this machine may hold, by the run's event log."""
 
-    step: int
+    id: CheckpointId
     agent_pid: int
     is_suspect: bool
+
+    @property
+    def step(self) -> int:
+        return self.id.step
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a restart has to choose from, wherever it lies.
+
+    memory:    None if no agent on this machine holds anything
+    nodes:     None if the nodes hold nothing that comes before the first choice in the run's directory
+    is_named:  a step, or one before a step, was asked for
+    """
+
+    choices: list[Ranked]
+    memory: InMemory | None
+    nodes: OnNodes | None
+    is_named: bool
+
+    @property
+    def chosen(self) -> Ranked | None:
+        """The first choice in the run's directory."""
+        return next((choice for choice in self.choices if choice.rank == 0), None)
+
+    @property
+    def is_memory_first(self) -> bool:
+        """Whether a restart on this machine takes what is in memory: at the same step the nearest place wins."""
+        if self.memory is None:
+            return False
+        rivals = [] if self.chosen is None else [(self.chosen.entry.id, self.chosen.entry.is_suspect)]
+        rivals += [] if self.nodes is None else [(self.nodes.id, self.nodes.is_suspect)]
+        mine = _turn(self.memory.id, self.memory.is_suspect)
+        return all(mine <= _turn(id, is_suspect) for id, is_suspect in rivals)
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether a start that does not look into the caches is refused."""
+        guard = None if self.nodes is None or self.is_named else self.nodes.guard
+        return guard is not None and (self.chosen is None or self.chosen.entry.id < guard)
+
+
+def _turn(id: CheckpointId, is_suspect: bool) -> tuple[Any, ...]:
+    """`sort_key` without the repeat, which event logs do not tell."""
+    return sort_key(id, is_suspect=is_suspect)[:-1]
 
 
 @click.command()
@@ -46,23 +91,18 @@ def why(run: str, before: int | None, step: int | None, as_json: bool) -> None:
     """
     paths = find_run(run)
     life = look_for_life(paths)
-    choices = explained(paths, life, choose([item.entry for item in survey(paths)], step=step, before=before))
-    memory = newest_in_memory(paths, life, step=step, before=before)
-    ahead = [] if step is not None or before is not None else _ahead(paths, choices)
-    nodes = None if step is not None or before is not None else _on_nodes(paths, choices)
+    answer = _answer(paths, life, step, before)
+    ahead = [] if answer.is_named else _ahead(paths, answer)
     if as_json:
-        told = None if nodes is None else {"checkpoint": nodes.newest.directory, "cache": nodes.cache}
-        more = {"chains": [reach.as_document() for reach in ahead], "nodes": told}
-        print_json({**_document(paths, choices, memory, life), **more})
+        print_json({**_document(paths, answer, life), "chains": [reach.as_document() for reach in ahead]})
         return
-    if memory is not None and _is_preferred(memory, choices):
-        print_wrapped(_memory_sentence(memory, life), indent="  ")
-    chosen = [choice for choice in choices if choice.rank == 0]
-    if nodes is not None:
-        print_wrapped(_nodes_sentence(nodes), indent="  ")
-    elif not chosen:
-        print_wrapped(_nothing(run, choices), indent="  ")
-    for choice in choices:
+    if answer.memory is not None and answer.is_memory_first:
+        print_wrapped(_memory_sentence(answer.memory, life), indent="  ")
+    if answer.nodes is not None:
+        print_wrapped(_nodes_sentence(answer.nodes, answer), indent="  ")
+    elif answer.chosen is None:
+        print_wrapped(_nothing(run, answer.choices), indent="  ")
+    for choice in answer.choices:
         mark = "->" if choice.rank == 0 else "  "
         print_wrapped(f"{mark} {choice.entry.id}  {choice.reason}", indent="     ")
     for reach in ahead:
@@ -72,6 +112,20 @@ def why(run: str, before: int | None, step: int | None, as_json: bool) -> None:
         print_wrapped(f"   {reach.text()}; {when}", indent="     ")
     if life.is_alive:
         print_wrapped(f"in use: {life.why}")
+
+
+def _answer(paths: RunPaths, life: Life, step: int | None, before: int | None) -> Answer:
+    def is_wanted(id: CheckpointId) -> bool:
+        return (step is None or id.step == step) and (before is None or id.step < before)
+
+    choices = explained(paths, life, choose([item.entry for item in survey(paths)], step=step, before=before))
+    answer = Answer(choices, newest_in_memory(paths, life, is_wanted), None, step is not None or before is not None)
+    nodes = find_on_nodes(paths, read_history(paths), is_wanted)
+    if nodes is not None and answer.chosen is not None:
+        best = answer.chosen.entry
+        if sort_key(nodes.id, is_suspect=nodes.is_suspect) >= sort_key(best.id, is_suspect=best.is_suspect):
+            nodes = None
+    return replace(answer, nodes=nodes)
 
 
 def explained(paths: RunPaths, life: Life, choices: Sequence[Ranked]) -> list[Ranked]:
@@ -104,30 +158,25 @@ def _failures(paths: RunPaths) -> dict[tuple[int, int], str]:
     return found
 
 
-def _ahead(paths: RunPaths, choices: Sequence[Ranked]) -> list[Reach]:
+def _ahead(paths: RunPaths, answer: Answer) -> list[Reach]:
     """Chains that reach beyond the first choice."""
-    best = max((choice.entry.id.step for choice in choices if choice.rank == 0), default=-1)
+    best = -1 if answer.chosen is None else answer.chosen.entry.id.step
     return [reach for reach in find_reaches(paths) if reach.step > best]
 
 
-def _on_nodes(paths: RunPaths, choices: Sequence[Ranked]) -> Mark | None:
-    """What was whole on the nodes, if that is newer than the first choice."""
-    mark = read_mark(paths)
-    if mark is None or not read_history(paths).is_live(mark.newest):
-        return None
-    best = next((choice.entry.id for choice in choices if choice.rank == 0), None)
-    return mark if best is None or best < mark.newest else None
-
-
-def _nodes_sentence(mark: Mark) -> str:
-    where = f" ({mark.cache})" if mark.cache else ""
-    return (
-        f"step {mark.newest.step} or a newer one is whole in the caches of the run's nodes{where}: a restart there "
-        "uses that, and one that does not look there raises an error"
+def _nodes_sentence(nodes: OnNodes, answer: Answer) -> str:
+    where = f" ({nodes.cache})" if nodes.cache else ""
+    held = (
+        f"step {nodes.id.step} is whole in the cache of this node{where}: a restart here with levels= uses that"
+        if nodes.is_here
+        else f"step {nodes.id.step} or a newer one is whole in the caches of the run's nodes{where}: a restart there "
+        "uses that"
     )
+    first = ", if it is not in memory" if answer.is_memory_first else ""
+    return f"{held}{first}, and one that does not look there {'raises an error' if answer.is_guarded else 'cannot'}"
 
 
-def newest_in_memory(paths: RunPaths, life: Life, *, step: int | None, before: int | None) -> InMemory | None:
+def newest_in_memory(paths: RunPaths, life: Life, is_wanted: Callable[[CheckpointId], bool]) -> InMemory | None:
     """What a restart on this machine could take over from a listening agent. None if there is no agent.
 
     The agent itself is not asked: asking it is adopting it.
@@ -152,20 +201,7 @@ def newest_in_memory(paths: RunPaths, life: Life, *, step: int | None, before: i
     if not held or len(held) > len(life.agent_pids):
         return None  # a restart takes it from memory only if the parts of all ranks are there
     id = min(held)
-    if (step is not None and id.step != step) or (before is not None and id.step >= before):
-        return None
-    return InMemory(step=id.step, agent_pid=life.agent_pids[-1], is_suspect=id in suspects)
-
-
-def _is_preferred(memory: InMemory, choices: Sequence[Ranked]) -> bool:
-    """Whether a restart would take it rather than the best one on disk. Memory wins at the same step."""
-    best = next((choice.entry for choice in choices if choice.rank == 0), None)
-    if best is None:
-        return True
-    suspect_on_disk = best.manifest is not None and best.manifest.suspect is not None
-    if memory.is_suspect != suspect_on_disk:
-        return suspect_on_disk
-    return memory.step >= best.id.step
+    return InMemory(id, life.agent_pids[-1], id in suspects) if is_wanted(id) else None
 
 
 def _memory_sentence(memory: InMemory, life: Life) -> str:
@@ -184,20 +220,21 @@ def _nothing(run: str, choices: Sequence[Ranked]) -> str:
     )
 
 
-def _document(paths: RunPaths, choices: Sequence[Ranked], memory: InMemory | None, life: Life) -> dict[str, Any]:
-    preferred = memory is not None and _is_preferred(memory, choices)
+def _document(paths: RunPaths, answer: Answer, life: Life) -> dict[str, Any]:
+    memory, chosen, nodes = answer.memory, answer.chosen, answer.nodes
     return {
         "run": str(paths.root),
         "alive": life.is_alive,
-        "chosen": next((choice.entry.id.directory for choice in choices if choice.rank == 0), None),
+        "chosen": None if chosen is None else chosen.entry.id.directory,
         "memory": None
         if memory is None
         else {
             "step": memory.step,
             "agent_pid": memory.agent_pid,
             "suspect": memory.is_suspect,
-            "preferred": preferred,
+            "preferred": answer.is_memory_first,
         },
+        "nodes": None if nodes is None else {**nodes.as_document(), "preferred": not answer.is_memory_first},
         "checkpoints": [
             {
                 "checkpoint": choice.entry.id.directory,
@@ -205,6 +242,6 @@ def _document(paths: RunPaths, choices: Sequence[Ranked], memory: InMemory | Non
                 "rank": choice.rank,
                 "reason": choice.reason,
             }
-            for choice in choices
+            for choice in answer.choices
         ],
     }

@@ -102,7 +102,11 @@ class ParameterSource:
         """A file of such lines; nothing if it is not there. Raises ConfigError."""
         found = cls()
         if path.is_file():
-            for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                text = path.read_text()
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{path}: not a text file: {error}", path=str(path)) from None
+            for number, line in enumerate(text.splitlines(), 1):
                 try:
                     found._read(line)
                 except ConfigError as error:

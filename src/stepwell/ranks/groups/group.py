@@ -104,10 +104,23 @@ class Group(ABC):
         # Stays if the wait is interrupted: this rank is then out of step with the others.
         self._error = GroupError(f"'{what}' was interrupted; restart all ranks", missing=[], operation=what)
         try:
-            messages = self._exchange(message, seconds)
+            answers = self._hear(what, self._exchange(message, seconds))
         except Absent as absent:
             self._error = _absence(absent, what)
             raise self._error from absent
+        except (ValueError, RecursionError) as error:
+            self._error = GroupError(
+                f"'{what}': the ranks' answers cannot be read ({error}); they run different versions of stepwell, or "
+                "somebody else writes into their store; restart all ranks",
+                missing=[],
+                operation=what,
+            )
+            raise self._error from error
+        self._error = None
+        return answers
+
+    def _hear(self, what: str, messages: list[bytes]) -> list[Any]:
+        """The values in them. Raises GroupError if some are of another call, ValueError for nonsense."""
         calls, values = zip(*(message.split(b"\n") for message in messages), strict=True)
         if len(set(calls)) > 1:
             self._error = _mismatch([json.loads(other) for other in calls], what)
@@ -116,7 +129,6 @@ class Group(ABC):
         different = dict.fromkeys(values)
         found = json.loads(b"[%s]" % b",".join(different))
         answers = dict(zip(different, found, strict=True))
-        self._error = None
         return [answers[value] for value in values]
 
     @abstractmethod

@@ -31,7 +31,7 @@ def split(joined: bytes, size: int) -> list[bytes]:
     """What `join` was given. Raises ValueError if these are not the messages of `size` ranks."""
     first, *lines = joined.split(b"\n")
     columns, start = [], 0
-    for count, runs in json.loads(first):
+    for count, runs in _header(first):
         if sum(run[2] for run in runs) != size or start + count > len(lines):
             raise ValueError(f"what the ranks said is not that of {size} ranks")
         columns.append([lines[start + number] for number in _numbers(runs)])
@@ -39,6 +39,25 @@ def split(joined: bytes, size: int) -> list[bytes]:
     rows = list(zip(*columns, strict=True))
     made = {parts: b"\n".join(parts) for parts in dict.fromkeys(rows)}
     return [made[parts] for parts in rows]
+
+
+def _header(line: bytes) -> list[tuple[int, list[Run]]]:
+    """Of each column how many different lines it has, and who said which. Raises ValueError for nonsense."""
+    try:
+        found = [(count, [(first, step, times) for first, step, times in runs]) for count, runs in json.loads(line)]
+        good = bool(found) and all(
+            {type(count), *map(type, run)} == {int}
+            and 0 <= run[0] <= run[0] + run[1] * (run[2] - 1) < count
+            and run[1] in (0, 1)
+            and run[2] > 0
+            for count, runs in found
+            for run in runs
+        )
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"who said what is not of its form: {error}") from None
+    if not good:
+        raise ValueError("who said what is not of its form")
+    return [(count, [list(run) for run in runs]) for count, runs in found]
 
 
 def _runs(numbers: Iterable[int]) -> list[Run]:

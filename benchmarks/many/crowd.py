@@ -30,6 +30,10 @@ from stepwell.ranks.groups import torch_group
 STACK_BYTES = 256 << 10
 _PR_SET_PDEATHSIG = 1
 STORE_SECONDS = 600.0
+MOST_GUARDED = 4096
+"""Ranks. Beyond, requests are made without the thread that lets a rank give up on a store that hangs: the kernel has
+numbers for 32,768 threads, and a rank of the line has two already.
+"""
 _fork = multiprocessing.get_context("fork")
 
 
@@ -62,6 +66,8 @@ class Process:
     groups: list[Any] = field(default_factory=list)
     cpu_seconds: float = 0.0
     """Of this process, in the last `all_do`: what a busy machine does not change."""
+    spent: threading.local = field(default_factory=threading.local)
+    """`seconds` of a rank's thread: CPU of its requests to the store, each of which has a thread of its own."""
 
     def all_do(self, call: Callable[[Any], Any]) -> float:
         """`call` with each group at the same time, on all processes; seconds until all here are done."""
@@ -80,6 +86,21 @@ class Process:
         local = threading.local()
         torch_group._connect = lambda: Counted(one.clone())  # type: ignore[assignment]
         group_module._node_name = lambda: local.node
+        guarded = distributed._within if self.size <= MOST_GUARDED else lambda seconds, call: call()
+
+        def within(seconds: float, call: Callable[[], Any]) -> Any:
+            spent = getattr(self.spent, "seconds", [])
+
+            def timed() -> Any:
+                began = time.thread_time()
+                try:
+                    return call()
+                finally:
+                    spent.append(time.thread_time() - began)
+
+            return guarded(seconds, timed)
+
+        distributed._within = within
         for rank in self.ranks:
             torch_group.dist = SimpleNamespace(  # type: ignore[assignment]
                 get_rank=lambda rank=rank: rank, get_world_size=lambda: self.size, get_backend=lambda: "none"

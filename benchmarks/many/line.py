@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import threading
+import time
 from typing import Any
 
-from many.crowd import Process, descriptors, play
+from many.crowd import MOST_GUARDED, Process, descriptors, play
 from many.report import Row
 from stepwell.ranks.line.line import Line
 
 ABOUT = __doc__
 COLUMNS = (
-    "open s", "open CPU s", "all to rank 0 s", "rank 0 to all s", "close s", "descriptors of rank 0",
-    "of a node's first rank", "of another rank", "of all, counted",
+    "open s", "open CPU s", "CPU s of rank 0", "of a node's first rank, ms", "of another rank, ms",
+    "all to rank 0 s", "rank 0 to all s", "close s",
+    "descriptors of rank 0", "of a node's first", "of another", "of all, counted",
 )  # fmt: skip
-FIT = ("open CPU s", "all to rank 0 s", "rank 0 to all s", "descriptors of rank 0")
+FIT = ("open CPU s", "CPU s of rank 0", "all to rank 0 s", "rank 0 to all s", "descriptors of rank 0")
 _SECONDS = 300.0
 _KEY = b"k" * 32
 
@@ -33,8 +36,14 @@ def measure(size: int, options: argparse.Namespace) -> Row:
     firsts = counts[options.node_size :: options.node_size]
     others = [count for rank, count in enumerate(counts) if rank % options.node_size]
     row["descriptors of rank 0"] = counts[0]
-    row["of a node's first rank"] = max(firsts) if firsts else counts[0]
-    row["of another rank"] = max(others) if others else counts[-1]
+    row["of a node's first"] = max(firsts) if firsts else counts[0]
+    row["of another"] = max(others) if others else counts[-1]
+    busy = [seconds for result in found for seconds in result["busy"]]
+    row["CPU s of rank 0"] = busy[0]
+    row["of a node's first rank, ms"] = 1e3 * statistics.median(busy[options.node_size :: options.node_size] or busy)
+    row["of another rank, ms"] = 1e3 * statistics.median(
+        [seconds for rank, seconds in enumerate(busy) if rank % options.node_size] or busy
+    )
     row["of all, counted"] = f"{sum(counts)}, {sum(result['counted'] for result in found)}"
     return row
 
@@ -61,8 +70,19 @@ def _work(process: Process) -> dict[str, Any]:
     process.share_tables()
     ends = {group.rank: _End(group) for group in process.groups}
     before = descriptors()
-    found["open s"] = process.all_do(lambda group: ends[group.rank].line.open(_SECONDS))
+    busy: dict[int, float] = {}
+
+    def open_line(group: Any) -> None:
+        spent: list[float] = []
+        process.spent.seconds, began = spent, time.thread_time()
+        line = ends[group.rank].line
+        line.open(_SECONDS)
+        own = time.thread_time() - began + (sum(spent) if group.size <= MOST_GUARDED else 0.0)
+        busy[group.rank] = own + time.clock_gettime(time.pthread_getcpuclockid(line._thread.ident))
+
+    found["open s"] = process.all_do(open_line)
     found["open CPU s"] = process.cpu_seconds
+    found["busy"] = [busy[rank] for rank in process.ranks]
     found["descriptors"] = [_descriptors(end.line) for end in ends.values()]
     found["counted"] = descriptors() - before
     process.barrier.wait(_SECONDS)

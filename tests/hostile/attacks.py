@@ -264,6 +264,10 @@ attack("pairs that are none", lambda f: f.value({"$ordered": [1, 2]}))
 attack("range of texts", lambda f: f.value({"$range": ["a", "b", "c"]}))
 attack("a leaf ten thousand times", lambda f: f.value(
     [{"$ndarray": {"leaf": "values/big", "dtype": "<f4", "shape": [BIG]}}] * 10_000), "newest", "")  # fmt: skip
+attack(
+    "a hundred thousand dimensions",
+    lambda f: f.leaf(**{key: [1 << 61] * 100_000 for key in ("shape", "global_shape", "offsets")}),
+)
 attack("tree is a list", lambda f: f.record(lambda d: d.update(tree=[1])))
 attack("tree without the run's own state", lambda f: f.record(lambda d: d["tree"].pop("stepwell")))
 attack("model is a number", lambda f: f.tree(5, at="model"))

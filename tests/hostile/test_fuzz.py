@@ -474,7 +474,7 @@ def test_greetings(cases: int) -> None:
 RECORDS_OF_CHAIN: Final = 6
 
 
-@both(120, 10_000)
+@both(120, 5_000)
 def test_chains(cases: int, tmp_path: Path) -> None:
     """Any file of a chain, with its checksums made right again: the states it gives are some that were written, or
     those that a forger wrote, in the shape that the document says.

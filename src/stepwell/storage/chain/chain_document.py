@@ -96,7 +96,7 @@ def _entries(parts: Sequence[CodedPart]) -> list[dict[str, Any]]:
 
 def _entry(item: object, path: str) -> tuple[CodedLeaf, Spec, int]:
     fields = Fields(item, path=path)
-    leaf = CodedLeaf(fields.text("name"), fields.text("dtype"), fields.shape("shape"), fields.text("role"))
+    leaf = CodedLeaf(fields.text("name"), fields.text("dtype"), fields.dimensions("shape"), fields.text("role"))
     spec = _spec(fields.text("codec"), path)
     if not dtypes.is_known(leaf.dtype) or (spec.is_floats and leaf.dtype != "float32"):
         raise DamagedError(

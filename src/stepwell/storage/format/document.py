@@ -16,11 +16,13 @@ from stepwell.storage.format.checksum import document_digest
 
 MAX_DOCUMENT_BYTES: Final = 64 << 20
 """Of a record, the largest document. Parsing takes up to thirty times as much memory."""
+MAX_DIMENSIONS: Final = 1024
+"""Of a tensor."""
 _RUN_ID: Final = re.compile(r"[0-9a-f]{16}")
 
 
 def parse_json(data: bytes, *, path: str) -> Any:
-    """Parse strictly: UTF-8, no duplicate keys, no NaN, bounded depth."""
+    """Parse strictly: UTF-8, no duplicate keys, only finite numbers, bounded depth."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
@@ -33,10 +35,14 @@ def parse_json(data: bytes, *, path: str) -> Any:
     def constant(name: str) -> NoReturn:
         raise DamagedError(f"{path}: {name} is not allowed", path=path)
 
+    def number(text: str) -> float:
+        value = float(text)
+        return value if math.isfinite(value) else constant(text[:32])  # 1e999
+
     if len(data) > MAX_DOCUMENT_BYTES:
         raise DamagedError(f"{path}: {len(data)} bytes, more than {MAX_DOCUMENT_BYTES}", path=path, found=len(data))
     try:
-        return json.loads(data.decode(), object_pairs_hook=pairs, parse_constant=constant)
+        return json.loads(data.decode(), object_pairs_hook=pairs, parse_constant=constant, parse_float=number)
     except RecursionError:
         raise DamagedError(f"{path}: nested too deeply", path=path) from None
     except ValueError as error:
@@ -150,6 +156,13 @@ class Fields:
         if not all(type(size) is int and 0 <= size < 1 << 62 for size in value):
             self._fail(key, "a list of whole numbers")
         return tuple(value)
+
+    def dimensions(self, key: str) -> tuple[int, ...]:
+        """The same, of a tensor: few enough that multiplying them takes no time."""
+        value = self.shape(key)
+        if len(value) > MAX_DIMENSIONS:
+            self._fail(key, f"at most {MAX_DIMENSIONS} whole numbers")
+        return value
 
     def optional(self, key: str, default: Any) -> Any:
         """The value as it is, or what stands for a missing one."""

@@ -196,8 +196,8 @@ def absent_leaf(
 
 def load_absent(item: object, path: str) -> LeafEntry:
     fields = Fields(item, path=path)
-    strides = None if fields.optional("strides", None) is None else fields.shape("strides")
-    what = fields.text("name"), fields.text("dtype"), fields.shape("global_shape"), fields.text("device")
+    strides = None if fields.optional("strides", None) is None else fields.dimensions("strides")
+    what = fields.text("name"), fields.text("dtype"), fields.dimensions("global_shape"), fields.text("device")
     leaf = absent_leaf(*what, strides)
     _check_kind(leaf, path)
     return leaf
@@ -233,18 +233,18 @@ def _leaf(item: object, files: tuple[FileEntry, ...], path: str) -> LeafEntry:
         name=fields.text("name"),
         file=fields.integer("file"),
         dtype=fields.text("dtype"),
-        shape=fields.shape("shape"),
+        shape=fields.dimensions("shape"),
         start=fields.integer("start"),
         end=fields.integer("end"),
         role=fields.text("role"),
         device=fields.text("device"),
-        global_shape=fields.shape("global_shape"),
-        offsets=fields.shape("offsets"),
+        global_shape=fields.dimensions("global_shape"),
+        offsets=fields.dimensions("offsets"),
         codec=fields.text("codec"),
         exact=fields.flag("exact"),
         parent=fields.optional_text("parent"),
         private=fields.optional_flag("private"),
-        strides=None if fields.optional("strides", None) is None else fields.shape("strides"),
+        strides=None if fields.optional("strides", None) is None else fields.dimensions("strides"),
     )
     if leaf.codec != "raw" or leaf.parent is not None:
         raise DamagedError(

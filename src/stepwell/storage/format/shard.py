@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from stepwell.errors import DamagedError
 from stepwell.storage.format import dtypes
-from stepwell.storage.format.document import parse_json
+from stepwell.storage.format.document import MAX_DIMENSIONS, parse_json
 
 PAGE: Final = 4096
 MAX_HEADER_BYTES: Final = 100_000_000
@@ -124,7 +124,7 @@ def _entry(name: str, entry: object, data_start: int, path: str) -> tuple[str, t
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]  # type: ignore[index]
         bits = dtypes.STORED_BITS[dtype]
         whole = all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, start, end))
-        if not whole or end - start != dtypes.element_count(tuple(shape)) * bits // 8:
+        if len(shape) > MAX_DIMENSIONS or not whole or end - start != dtypes.element_count(tuple(shape)) * bits // 8:
             raise ValueError("lengths do not agree")
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedError(

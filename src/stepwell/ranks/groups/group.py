@@ -121,15 +121,14 @@ class Group(ABC):
 
     def _hear(self, what: str, messages: list[bytes]) -> list[Any]:
         """The values in them. Raises GroupError if some are of another call, ValueError for nonsense."""
-        calls, values = zip(*(message.split(b"\n") for message in messages), strict=True)
+        different = dict.fromkeys(messages)  # most are equal, and then they are one object
+        calls, values = zip(*(message.split(b"\n") for message in different), strict=True)
         if len(set(calls)) > 1:
-            self._error = _mismatch([json.loads(other) for other in calls], what)
+            self._error = _mismatch([json.loads(message.split(b"\n")[0]) for message in messages], what)
             raise self._error
         # Each different value is read once, and all of them in one go: a thousand small ones are nothing then.
-        different = dict.fromkeys(values)
-        found = json.loads(b"[%s]" % b",".join(different))
-        answers = dict(zip(different, found, strict=True))
-        return [answers[value] for value in values]
+        answers = dict(zip(different, json.loads(b"[%s]" % b",".join(values)), strict=True))
+        return [answers[message] for message in messages]
 
     @abstractmethod
     def _exchange(self, data: bytes, seconds: float) -> list[bytes]:

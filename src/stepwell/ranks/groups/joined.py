@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 Run = list[int]
 """First number, step (0 or 1) and count: `5, 5, 5` or `5, 6, 7`."""
@@ -34,9 +35,16 @@ def split(joined: bytes, size: int) -> list[bytes]:
     for count, runs in _header(first):
         if sum(run[2] for run in runs) != size or start + count > len(lines):
             raise ValueError(f"what the ranks said is not that of {size} ranks")
-        columns.append([lines[start + number] for number in _numbers(runs)])
+        columns.append((lines[start : start + count], runs))
         start += count
-    rows = list(zip(*columns, strict=True))
+    differing = [number for number, (column, _) in enumerate(columns) if len(column) > 1] or [0]
+    if len(differing) == 1:  # as almost always: ranks are in the same call
+        column, runs = columns[differing[0]]
+        before, after = (
+            [each[0][0] for each in part] for part in (columns[: differing[0]], columns[differing[0] + 1 :])
+        )
+        return _spread([b"\n".join([*before, line, *after]) for line in column], runs)
+    rows = list(zip(*(_spread(column, runs) for column, runs in columns), strict=True))
     made = {parts: b"\n".join(parts) for parts in dict.fromkeys(rows)}
     return [made[parts] for parts in rows]
 
@@ -44,20 +52,20 @@ def split(joined: bytes, size: int) -> list[bytes]:
 def _header(line: bytes) -> list[tuple[int, list[Run]]]:
     """Of each column how many different lines it has, and who said which. Raises ValueError for nonsense."""
     try:
-        found = [(count, [(first, step, times) for first, step, times in runs]) for count, runs in json.loads(line)]
+        found = json.loads(line)
         good = bool(found) and all(
-            {type(count), *map(type, run)} == {int}
-            and 0 <= run[0] <= run[0] + run[1] * (run[2] - 1) < count
-            and run[1] in (0, 1)
-            and run[2] > 0
+            {type(count), *map(type, chain.from_iterable(runs))} == {int}
+            and all(
+                0 <= first <= first + step * (times - 1) < count and step in (0, 1) and times > 0
+                for first, step, times in runs
+            )
             for count, runs in found
-            for run in runs
         )
     except (TypeError, RecursionError) as error:
         raise ValueError(f"who said what is not of its form: {error}") from None
     if not good:
         raise ValueError("who said what is not of its form")
-    return [(count, [list(run) for run in runs]) for count, runs in found]
+    return [(count, runs) for count, runs in found]
 
 
 def _runs(numbers: Iterable[int]) -> list[Run]:
@@ -74,6 +82,9 @@ def _runs(numbers: Iterable[int]) -> list[Run]:
     return runs
 
 
-def _numbers(runs: Iterable[Run]) -> Iterable[int]:
-    for first, step, count in runs:
-        yield from (first + step * place for place in range(count))
+def _spread(lines: Sequence[bytes], runs: Iterable[Run]) -> list[bytes]:
+    """The line of each rank."""
+    found: list[bytes] = []
+    for first, step, times in runs:
+        found += lines[first : first + times] if step else [lines[first]] * times
+    return found

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -29,6 +30,8 @@ from stepwell.ranks.groups import torch_group
 
 STACK_BYTES = 256 << 10
 _PR_SET_PDEATHSIG = 1
+SWITCH_SECONDS = 0.2
+"""Each thread that waits for the interpreter wakes up that often: hundreds of them would do nothing else every 5 ms."""
 STORE_SECONDS = 600.0
 MOST_GUARDED = 4096
 """Ranks. Beyond, requests are made without the thread that lets a rank give up on a store that hangs: the kernel has
@@ -80,6 +83,7 @@ class Process:
     def enter(self) -> None:
         """Make the groups; each connects with its first exchange."""
         threading.stack_size(STACK_BYTES)
+        sys.setswitchinterval(SWITCH_SECONDS)
         raise_limit()
         self._pool = ThreadPoolExecutor(len(self.ranks))
         one = dist.TCPStore("127.0.0.1", self.port, None, False, timedelta(seconds=STORE_SECONDS))

@@ -90,7 +90,7 @@ class Process:
         local = threading.local()
         torch_group._connect = lambda: Counted(one.clone())  # type: ignore[assignment]
         group_module._node_name = lambda: local.node
-        guarded = distributed._within if self.size <= MOST_GUARDED else lambda seconds, call: call()
+        guarded = torch_group._within if self.size <= MOST_GUARDED else lambda seconds, call: call()
 
         def within(seconds: float, call: Callable[[], Any]) -> Any:
             spent = getattr(self.spent, "seconds", [])
@@ -104,7 +104,7 @@ class Process:
 
             return guarded(seconds, timed)
 
-        distributed._within = within
+        torch_group._within = within
         for rank in self.ranks:
             torch_group.dist = SimpleNamespace(  # type: ignore[assignment]
                 get_rank=lambda rank=rank: rank, get_world_size=lambda: self.size, get_backend=lambda: "none"

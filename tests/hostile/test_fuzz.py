@@ -29,35 +29,35 @@ from typing import Any, Final
 import pytest
 import torch
 
+from stepwell.adapters.scr.parameter_sources import Config
 from stepwell.adapters.scr.parameters import settle
-from stepwell.adapters.scr.sources import Config
-from stepwell.codecs.document import NAME as CHAIN_NAME
-from stepwell.codecs.layout import Deltas
-from stepwell.codecs.record import HEAD_NBYTES, Head, body_digest
-from stepwell.codecs.replay import restore
-from stepwell.codecs.segment import BASE_NAME, list_segments
 from stepwell.errors import ConfigError, DamagedError, GroupError
-from stepwell.format.manifest import Lineage, Manifest, RecordRef, Run, Void
-from stepwell.format.parity import Parity
-from stepwell.format.record import FileEntry, Record
-from stepwell.format.shard import header_bytes, parse_header
-from stepwell.format.summary import Summary
-from stepwell.groups.frame import Kind, encode
-from stepwell.groups.group import Group
-from stepwell.groups.joined import join, split
-from stepwell.groups.wire import Wire
-from stepwell.levels.cache import Level
-from stepwell.levels.wire import Patience, Stream, frame, terms_of
-from stepwell.trust.greeting import REFUSED, Caller, Guest, Terms
-from stepwell.trust.seal import Seals, digest_of
-from stepwell.trust.secret import draw_secret
+from stepwell.levels.cached import Level
+from stepwell.levels.peers.peer_frames import Patience, Stream, frame, terms_of
+from stepwell.ranks.groups.group import Group
+from stepwell.ranks.groups.joined import join, split
+from stepwell.ranks.line.line_connection import Wire
+from stepwell.ranks.line.line_frame import Kind, encode
+from stepwell.ranks.wire.greeting import REFUSED, Caller, Guest, Terms
+from stepwell.ranks.wire.seal import Seals, digest_of
+from stepwell.ranks.wire.secret import draw_secret
+from stepwell.storage.chain.chain_document import NAME as CHAIN_NAME
+from stepwell.storage.chain.chain_record import HEAD_NBYTES, Head, body_digest
+from stepwell.storage.chain.replay import restore
+from stepwell.storage.chain.segment import BASE_NAME, list_segments
+from stepwell.storage.codecs.assignment import Deltas
+from stepwell.storage.format.manifest import Lineage, Manifest, RecordRef, Run, Void
+from stepwell.storage.format.parity_entry import Parity
+from stepwell.storage.format.record import FileEntry, Record
+from stepwell.storage.format.shard import header_bytes, parse_header
+from stepwell.storage.format.summary import Summary
 from stepwell.types import CheckpointId, Keep
-from tests.codecs.walks import write
 from tests.crash.harness import report
 from tests.hostile.forge import seal_text
 from tests.hostile.victim import size_bytes
 from tests.levels.peer_node import CHECKPOINT, RUN, Node, exactly, receive_frame, receive_sealed, send_frame
 from tests.restore.build import RunBuilder
+from tests.storage.codecs.walks import write
 
 MARGIN_BYTES: Final = 1 << 30
 LONGEST_SECONDS: Final = 5.0

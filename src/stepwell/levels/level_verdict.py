@@ -12,7 +12,7 @@ from stepwell.errors import VoidError
 from stepwell.storage.format.manifest import Manifest, RecordRef
 from stepwell.storage.store import assemble
 from stepwell.storage.store.commit import record_name
-from stepwell.types import CheckpointId, Owner
+from stepwell.types import CheckpointId, Owner, SaveRequest
 
 _AWAY: Final = "the cache of its node cannot be written: its part is in the shared place"
 States = Mapping[int, Mapping[str, Any]]
@@ -45,8 +45,8 @@ def degraded(states: States) -> dict[str, str]:
     return {str(rank): reason for rank, reason in sorted((alone | failed | away).items())}
 
 
-def make_manifest(run: str, id: CheckpointId, meta: Mapping[str, Any], states: States) -> Manifest:
-    """All ranks hold their parts. `meta`: what the trainer said when it began."""
+def make_manifest(run: str, id: CheckpointId, request: SaveRequest, states: States) -> Manifest:
+    """All ranks hold their parts. `request`: as the trainer said when it began."""
     held = [states[rank]["held"] for rank in sorted(states)]
     suspects = [item["suspect"] for item in held if item["suspect"] is not None]
     records = [
@@ -56,11 +56,11 @@ def make_manifest(run: str, id: CheckpointId, meta: Mapping[str, Any], states: S
         run=run,
         id=id,
         world_size=len(held),
-        created=meta["created"],
+        created=request.created,
         records=tuple(records),
         nbytes=sum(item["data_bytes"] for item in held),
         suspect=suspects[0] if suspects else None,
-        epoch_end=meta["epoch_end"],
-        finished=meta["finished"],
-        name=meta["name"],
+        epoch_end=request.epoch_end,
+        finished=request.finished,
+        name=request.name,
     )

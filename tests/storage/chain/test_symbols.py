@@ -19,6 +19,7 @@ import torch
 
 import stepwell
 from stepwell.errors import RoomError
+from stepwell.handover.protocol import BaseWanted
 from stepwell.restore.from_chain import find_chains
 from stepwell.storage.codecs.coding_groups import AGAIN
 from stepwell.storage.codecs.precoded import _kinds
@@ -257,7 +258,7 @@ def test_where_saves_are_streamed_no_base_is_asked_for(run_dir: Path, coders: li
     run = coded(run_dir, host_memory=500_000)
     train(run, 3)
     run.ckpt._outcomes.is_due_again = False
-    run.ckpt._outcomes.on_agent({"type": "base_due", "reason": "there is no base yet"})
+    run.ckpt._outcomes.on_agent(BaseWanted("there is no base yet"))
     assert not run.ckpt._outcomes.is_due_again
     assert "streamed" in run.events("delta-skipped")[-1]["reason"]
     run.ckpt.close(save=False)

@@ -18,8 +18,10 @@ from pathlib import Path
 
 from stepwell.events.journal import EventLog
 from stepwell.handover.client import AgentClient
+from stepwell.handover.protocol import Hello
 from stepwell.storage.store.lineage import create_next, open_run
 from stepwell.storage.store.paths import RunPaths
+from stepwell.types import Keep
 
 LIMIT_SECONDS, LIMIT_BYTES = 0.15, 45_000_000
 
@@ -37,8 +39,10 @@ def start_one(root: Path) -> tuple[float, int]:
     run, lineage = open_run(paths, seed=1), create_next(paths, parent=0, step=0)
     log = EventLog(paths.events, who="trainer")
     client = AgentClient(log)
-    facts = {"run": run.id, "root": str(root), "lineage": lineage.number, "keep": {}, "linger": 0}
-    hello = {"type": "hello", "pid": os.getpid(), "rank": 0, "world_size": 1, **facts}
+    hello = Hello(
+        os.getpid(), run.id, str(root), lineage.number,
+        rank=0, world_size=1, agents="", keep=Keep(), linger=0, patience=600.0,
+    )  # fmt: skip
     started = time.monotonic()
     client.start(hello)
     seconds = time.monotonic() - started

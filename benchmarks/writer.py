@@ -24,15 +24,17 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from stepwell.events.journal import EventLog, read_events
 from stepwell.handover.client import AgentClient
 from stepwell.handover.memory import Arena, ArenaShape, whole_pages
+from stepwell.handover.message import Heard
+from stepwell.handover.protocol import Begin, Durable, Hello, NewArena, NewLayout, OfSnapshot, Released
 from stepwell.storage.format.record import LeafEntry
 from stepwell.storage.format.shard import LeafSpec, lay_out
 from stepwell.storage.store.lineage import create_next, open_run
 from stepwell.storage.store.paths import RunPaths
+from stepwell.types import Keep, SaveRequest
 
 THREADS, MIB = (1, 2, 4, 8, 16), (1, 4, 16)
 BUDGET_SECONDS = 25.0
@@ -108,21 +110,22 @@ class Puppet:
         self.layout = lay_out([LeafSpec("w", "uint8", (nbytes,))])
         self.log = EventLog(self.paths.events, who="trainer")
         self.heard = threading.Condition()
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[tuple[Heard, float]] = []
+        """And when they were heard."""
         self.client = AgentClient(self.log)
         self.number = self.lineage << 32
-        keep: dict[str, Any] = {}
-        self.client.start({"type": "hello", "pid": os.getpid(), "run": self.run.id, "root": str(root),
-                           "lineage": self.lineage, "rank": 0, "world_size": 1, "keep": keep, "linger": 0},
-                          self._hear)  # fmt: skip
+        self.client.start(
+            Hello(os.getpid(), self.run.id, str(root), self.lineage,
+                  rank=0, world_size=1, agents="", keep=Keep(), linger=0, patience=600.0),
+            self._hear,
+        )  # fmt: skip
         self.arena = Arena.allocate(ArenaShape(self.next(), 1, whole_pages(self.layout.nbytes), 0))
         self.fill()
-        self.client.send_arena(vars(self.arena.shape), self.arena.fd)
+        self.client.send_arena(NewArena(**vars(self.arena.shape)), self.arena.fd)
         placed = self.layout.placements[0]
         leaf = LeafEntry("w", 0, "uint8", (nbytes,), placed.start, placed.end, "parameter", "cpu", (nbytes,), (0,))
         self.plan = self.next()
-        self.client.send_layout({"id": self.plan, "nbytes": self.layout.nbytes, "frozen_bytes": 0,
-                                 "leaves": [asdict(leaf)], "versions": {}})  # fmt: skip
+        self.client.send_layout(NewLayout(self.plan, self.layout.nbytes, 0, leaves=(asdict(leaf),), versions={}))
 
     def next(self) -> int:
         self.number += 1
@@ -135,14 +138,15 @@ class Puppet:
             piece[:] = noise[: len(piece)]
         image[: len(self.layout.header)] = self.layout.header
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _hear(self, message: Heard) -> None:
         with self.heard:
-            self.messages.append({**message, "at": time.monotonic()})
+            self.messages.append((message, time.monotonic()))
             self.heard.notify_all()
 
-    def wait(self, kind: str, sequence: int) -> dict[str, Any]:
-        def find() -> dict[str, Any] | None:
-            return next((m for m in self.messages if m["type"] == kind and m.get("sequence") == sequence), None)
+    def wait(self, kind: type[OfSnapshot], sequence: int) -> float:
+        def find() -> float | None:
+            fitting = ((m, at) for m, at in self.messages if isinstance(m, kind))
+            return next((at for m, at in fitting if m.sequence == sequence), None)
 
         with self.heard:
             assert self.heard.wait_for(find, 120), self.messages
@@ -154,9 +158,8 @@ class Puppet:
         """One save. Returns seconds from "complete" to "durable", and from the first byte to "durable"."""
         sequence = self.next()
         self.arena.claim(0)
-        self.client.begin({"type": "begin", "step": step, "repeat": 0, "created": 1.0, "tree": {}, "epoch_end": False,
-                           "finished": False, "name": None, "files": {}, "generation": self.arena.shape.generation,
-                           "layout": self.plan, "frozen": 0, "sequence": sequence, "slot": 0})  # fmt: skip
+        request = SaveRequest(step, 0, 1.0, tree={}, epoch_end=False, finished=False, name=None, files={})
+        self.client.begin(Begin(request, sequence, 0, self.arena.shape.generation, self.plan, frozen=0))
         started = time.monotonic()
         if lead_seconds:
             for part in range(1, 51):
@@ -165,8 +168,8 @@ class Puppet:
         self.arena.set_sequence(0, sequence)
         self.arena.set_verdict(0, sequence, is_good=True)
         complete = time.monotonic()
-        durable = self.wait("durable", sequence)["at"]
-        self.wait("released", sequence)
+        durable = self.wait(Durable, sequence)
+        self.wait(Released, sequence)
         while len([*self.paths.root.glob("step-*")]) > 2:
             time.sleep(0.01)  # an older checkpoint is being removed: in a run that is over before the next save
         return durable - complete, durable - started

@@ -1,6 +1,7 @@
 """The small frozen types that every stage speaks.
 
-Owns:    identities (which checkpoint, which rank) and what a person may ask to keep.
+Owns:    identities (which checkpoint, which rank), what a person may ask to keep, and what trainer
+         and agent say of one snapshot.
 Not:     bytes (format), files (store), tensors (state).
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from stepwell.errors import ConfigError
 
@@ -117,3 +119,56 @@ class Keep:
             )
         if self.every is not None and self.every < 1:
             raise ConfigError(f"Keep(every={self.every}): give a number of steps of 1 or more", found=self.every)
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What the trainer wants of one snapshot.
+
+    tree:     the state without its tensors; `Encoded` where it is sent, plain values where it arrived
+    durable:  it is to be a checkpoint; else it stays in memory
+    flush:    with levels, it goes to the shared place in any case
+    delta:    what changed goes into a chain
+    """
+
+    step: int
+    repeat: int
+    created: float
+    tree: Any
+    epoch_end: bool
+    finished: bool
+    name: str | None
+    files: dict[str, str]
+    durable: bool = True
+    flush: bool = False
+    delta: bool = False
+
+
+@dataclass(frozen=True)
+class CodedPlace:
+    """Where in a slot the agent finds what was coded, against which base, and which part of the state it is."""
+
+    base: str
+    part: int
+    start: int
+    nbytes: int
+    facts: int
+
+
+@dataclass(frozen=True)
+class OfferedSnapshot:
+    """A snapshot in the memory of a dead trainer: its record, and where its bytes lie."""
+
+    record: str
+    slot: int
+    frozen: int
+
+
+@dataclass(frozen=True)
+class OfferedArena:
+    """The shape of the arena in which it lies."""
+
+    generation: int
+    slots: int
+    slot_bytes: int
+    frozen_bytes: int

@@ -18,12 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stepwell.agent.queue import AgentLayout, Pending
+from stepwell.agent.pending import AgentLayout, Pending
 from stepwell.events import journal
-from stepwell.handover.channel import Message
 from stepwell.handover.client import AgentClient
 from stepwell.handover.find_agents import make_whereabouts
 from stepwell.handover.memory import FROZEN, Arena, ArenaShape, whole_pages
+from stepwell.handover.message import Heard
+from stepwell.handover.protocol import Begin, Durable, Hello, NewArena, NewLayout, OfSnapshot, Released, WriteFailed
 from stepwell.restore.byte_sources import FileSource
 from stepwell.restore.verified_read import read_record_leaves
 from stepwell.storage.format.record import LeafEntry, Record
@@ -31,7 +32,7 @@ from stepwell.storage.format.shard import LeafSpec, ShardLayout, lay_out
 from stepwell.storage.store import catalog
 from stepwell.storage.store.lineage import create_next, open_run, read_run
 from stepwell.storage.store.paths import RunPaths
-from stepwell.types import CheckpointId, Keep, Owner
+from stepwell.types import CheckpointId, Keep, Owner, SaveRequest
 
 DEADLINE_SECONDS = 30.0
 LEAF_BYTES = 10_000
@@ -52,6 +53,16 @@ def here(run_dir: Path) -> str:
     return make_whereabouts(paths, read_run(paths).id)
 
 
+def make_request(step: int, *, tree: Any = None, durable: bool = True, delta: bool = False) -> SaveRequest:
+    """What a trainer wants of a snapshot that has nothing special."""
+    return SaveRequest(step, 0, 1.0, tree or {}, False, False, None, {}, durable=durable, delta=delta)
+
+
+def is_about(message: Heard, sequence: int) -> bool:
+    """Whether it is said of the snapshot with this number."""
+    return isinstance(message, OfSnapshot) and message.sequence == sequence
+
+
 def content(step: int, nbytes: int) -> bytes:
     """The bytes of a leaf at a step."""
     return hashlib.shake_256(b"%d" % step).digest(nbytes)
@@ -65,14 +76,14 @@ class Puppet:
         self.live = lay_out([LeafSpec("model/w", "uint8", (leaf_bytes,))])
         self.frozen = lay_out([LeafSpec("model/base", "uint8", (frozen_bytes,))]) if frozen_bytes else None
         self.log = journal.EventLog(self.paths.events, who="trainer")
-        self.messages: list[Message] = []
+        self.messages: list[Heard] = []
         self.client = AgentClient(self.log)
         self._heard = threading.Condition()
         self._linger = linger
         self._number = 0
         self._complete: dict[int, int] = {}
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: Heard) -> None:
         with self._heard:
             self.messages.append(message)
             self._heard.notify_all()
@@ -89,26 +100,25 @@ class Puppet:
         self.lineage = create_next(self.paths, parent=parent, step=step).number
         self._number = self.lineage << 32
 
-    def hello(self) -> Message:
-        return {
-            "type": "hello",
-            "pid": os.getpid(),
-            "run": self.run.id,
-            "root": str(self.paths.root),
-            "lineage": self.lineage,
-            "rank": 0,
-            "world_size": 1,
-            "agents": make_whereabouts(self.paths, self.run.id),
-            "keep": asdict(Keep()),
-            "linger": self._linger,
-            "patience": 600.0,
-        }
+    def hello(self) -> Hello:
+        return Hello(
+            pid=os.getpid(),
+            run=self.run.id,
+            root=str(self.paths.root),
+            lineage=self.lineage,
+            rank=0,
+            world_size=1,
+            agents=make_whereabouts(self.paths, self.run.id),
+            keep=Keep(),
+            linger=self._linger,
+            patience=600.0,
+        )
 
     def prepare(self) -> None:
         """A fresh arena and layout, as after a change of the state."""
         frozen = 0 if self.frozen is None else whole_pages(self.frozen.nbytes)
         self.arena = Arena.allocate(ArenaShape(self.next_number(), 2, whole_pages(self.live.nbytes), frozen))
-        self.client.send_arena(vars(self.arena.shape), self.arena.fd)
+        self.client.send_arena(NewArena(**vars(self.arena.shape)), self.arena.fd)
         self.layout = self.next_number()
         self.client.send_layout(self.layout_message())
         self.frozen_sequence = 0
@@ -117,18 +127,12 @@ class Puppet:
         self._number += 1
         return self._number
 
-    def layout_message(self) -> Message:
+    def layout_message(self) -> NewLayout:
         leaves = [_entry("model/w", 0, self.live)]
         if self.frozen is not None:
             leaves.append(_entry("model/base", 1, self.frozen))
         frozen_bytes = 0 if self.frozen is None else self.frozen.nbytes
-        return {
-            "id": self.layout,
-            "nbytes": self.live.nbytes,
-            "frozen_bytes": frozen_bytes,
-            "leaves": [asdict(leaf) for leaf in leaves],
-            "versions": {},
-        }
+        return NewLayout(self.layout, self.live.nbytes, frozen_bytes, tuple(map(asdict, leaves)), versions={})
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -137,8 +141,7 @@ class Puppet:
         sequence = self.next_number()
         self.arena.claim(slot)
         self.fill_frozen()
-        facts = {"sequence": sequence, "slot": slot} | ({} if durable else {"durable": False})
-        self.client.begin({"type": "begin", **self.meta(step), **facts})
+        self.client.begin(self.announcement(step, slot, sequence, durable=durable))
         return sequence
 
     def fill_frozen(self) -> None:
@@ -149,20 +152,12 @@ class Puppet:
             self.arena.set_sequence(FROZEN, self.frozen_sequence)
             self.arena.set_verdict(FROZEN, self.frozen_sequence, is_good=True)
 
-    def meta(self, step: int) -> Message:
-        return {
-            "step": step,
-            "repeat": 0,
-            "created": 1.0,
-            "tree": {"step": step},
-            "epoch_end": False,
-            "finished": False,
-            "name": None,
-            "files": {},
-            "generation": self.arena.shape.generation,
-            "layout": self.layout,
-            "frozen": self.frozen_sequence,
-        }
+    def announcement(self, step: int, slot: int, sequence: int, *, durable: bool = True) -> Begin:
+        request = self.request(step, durable=durable)
+        return Begin(request, sequence, slot, self.arena.shape.generation, self.layout, self.frozen_sequence)
+
+    def request(self, step: int, *, durable: bool = True) -> SaveRequest:
+        return make_request(step, tree={"step": step}, durable=durable)
 
     def complete(self, step: int, slot: int, sequence: int) -> None:
         """Fill the slot and say that it counts."""
@@ -192,22 +187,26 @@ class Puppet:
         data = layout.header + content(step, placed.end - placed.start)
         self.arena.image(slot, layout.nbytes)[:] = data
 
-    def save(self, step: int) -> Message:
+    def save(self, step: int) -> Durable | WriteFailed:
         """A whole snapshot; waits for the first word about it: durable, or failed."""
         sequence = self.begin(step, step % 2)
         self.complete(step, step % 2, sequence)
-        return self.wait("durable", "failed", sequence=sequence)
+        said = self.wait(Durable, WriteFailed, sequence=sequence)
+        assert isinstance(said, (Durable, WriteFailed))
+        return said
 
-    def wait(self, *kinds: str, sequence: int | None = None) -> Message:
+    def wait(self, *kinds: type[Heard], sequence: int | None = None) -> Heard:
         """The first message of one of these kinds (about this snapshot)."""
 
-        def find() -> Message | None:
-            fitting = (m for m in self.messages if m["type"] in kinds)
-            return next((m for m in fitting if sequence is None or m["sequence"] == sequence), None)
+        def find() -> Heard | None:
+            fitting = (m for m in self.messages if isinstance(m, kinds))
+            return next((m for m in fitting if sequence is None or is_about(m, sequence)), None)
 
         with self._heard:
             found = self._heard.wait_for(find, DEADLINE_SECONDS)
-        assert found is not None, f"no {' or '.join(kinds)} within {DEADLINE_SECONDS:.0f} s: {self.messages}"
+        assert found is not None, (
+            f"no {' or '.join(kind.__name__ for kind in kinds)} within {DEADLINE_SECONDS:.0f} s: {self.messages}"
+        )
         return found
 
     def pending(self, step: int, slot: int) -> Pending:
@@ -216,11 +215,9 @@ class Puppet:
             run=self.run.id,
             id=CheckpointId(step, 0, self.lineage),
             owner=Owner(),
-            sequence=self._complete[slot],
-            slot=slot,
             arena=self.arena,
             layout=AgentLayout.from_message(self.layout_message()),
-            meta=self.meta(step),
+            begin=self.announcement(step, slot, self._complete[slot]),
         )
 
     def close(self, seconds: float = 10.0) -> bool:
@@ -278,7 +275,7 @@ def newest_in_memory_is_filled_again(puppet: Puppet) -> None:
 
 def newer_than_in_memory(puppet: Puppet) -> None:
     puppet.complete(2, 0, puppet.begin(2, 0, durable=False))
-    puppet.wait("durable", sequence=_complete(puppet, 3))
+    puppet.wait(Durable, sequence=_complete(puppet, 3))
 
 
 def older_still_to_be_written(puppet: Puppet) -> None:
@@ -309,7 +306,7 @@ SCENES: dict[str, Callable[[Puppet], None]] = {"saved": lambda _: None} | {
 def main() -> None:
     puppet = Puppet(Path(sys.argv[1]), linger=float(sys.argv[2]))
     puppet.start()
-    puppet.wait("released", sequence=puppet.save(1)["sequence"])
+    puppet.wait(Released, sequence=puppet.save(1).sequence)
     SCENES[sys.argv[3]](puppet)
     print(puppet.client.pid, flush=True)
     signal.pause()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.handover.find_agents import find_orphan
+from stepwell.handover.protocol import Durable, Released, WriteFailed
 from stepwell.storage.format.checksum import BLOCK_BYTES
 from stepwell.storage.store import catalog
 from stepwell.storage.store.paths import RunPaths
@@ -38,9 +39,9 @@ def test_the_bytes_are_on_disk_before_the_verdict_and_count_after_it(
     assert temporary.stat().st_size == puppet.live.nbytes
     assert [path.name for path in temporary.parent.iterdir()] == [temporary.name]
     puppet.arena.set_sequence(0, sequence)
-    assert not puppet.good() and not any(m["type"] == "durable" for m in puppet.messages)
+    assert not puppet.good() and not any(isinstance(m, Durable) for m in puppet.messages)
     puppet.arena.set_verdict(0, sequence, is_good=True)
-    puppet.wait("released", sequence=sequence)
+    puppet.wait(Released, sequence=sequence)
     assert puppet.close()
     (entry,) = puppet.good()
     verify(puppet.paths, entry)
@@ -53,12 +54,12 @@ def test_a_void_snapshot_leaves_nothing_and_is_no_failure(run_dir: Path) -> None
     puppet.fill_half(1, 0, sequence)
     wait_for(puppet.temporary, "it is being written")
     puppet.arena.set_verdict(0, sequence, is_good=False)
-    puppet.wait("released", sequence=sequence)
+    puppet.wait(Released, sequence=sequence)
     assert directories(puppet.paths) == []
-    assert puppet.save(2)["type"] == "durable"
+    assert isinstance(puppet.save(2), Durable)
     assert puppet.close()
     assert puppet.steps() == [2] and not puppet.events("persist-failed")
-    assert not any(message["type"] == "failed" for message in puppet.messages)
+    assert not any(isinstance(message, WriteFailed) for message in puppet.messages)
 
 
 def test_suspects_are_read_when_it_is_complete(run_dir: Path) -> None:
@@ -70,7 +71,7 @@ def test_suspects_are_read_when_it_is_complete(run_dir: Path) -> None:
     puppet.arena.set_suspects(0, 1, 0)
     puppet.arena.set_sequence(0, sequence)
     puppet.arena.set_verdict(0, sequence, is_good=True)
-    puppet.wait("durable", sequence=sequence)
+    puppet.wait(Durable, sequence=sequence)
     assert puppet.close()
     (entry,) = puppet.good()
     assert entry.manifest is not None and entry.manifest.suspect == "1 non-finite, first model/w"
@@ -84,11 +85,11 @@ def test_what_never_becomes_complete_goes_with_its_trainer(scene: str, run_dir: 
     found = find_orphan(here(run_dir), 0)
     assert found is not None
     channel, offer, fds = found
-    assert len(offer["snapshots"]) == 1 and '"step":1,' in offer["snapshots"][0]["record"]
+    assert len(offer.snapshots) == 1 and '"step":1,' in offer.snapshots[0].record
     puppet = Puppet(run_dir)
     puppet.client.adopt(channel, offer, fds)
     puppet.start(parent=1, step=1)
-    assert puppet.save(2)["type"] == "durable"
+    assert isinstance(puppet.save(2), Durable)
     assert puppet.close()
     assert puppet.steps() == [2, 1] and not puppet.events("persist-failed")
     for entry in puppet.good():
@@ -109,7 +110,7 @@ def test_an_agent_killed_in_between_is_replaced(
     wait_for(lambda: puppet.events("agent-death"), "it died")
     assert not puppet.good()
     puppet.complete(1, 0, sequence)
-    puppet.wait("durable", sequence=sequence)
+    puppet.wait(Durable, sequence=sequence)
     assert puppet.close()
     (entry,) = puppet.good()
     verify(puppet.paths, entry)
@@ -127,8 +128,8 @@ def test_what_a_killed_agent_wrote_of_a_void_snapshot_is_swept(
     puppet.fill_all(1, 0, sequence)
     wait_for((tmp_path / "mark").exists, "it died")
     puppet.arena.set_verdict(0, sequence, is_good=False)
-    puppet.wait("released", sequence=sequence)
-    assert puppet.save(2)["type"] == "durable"
+    puppet.wait(Released, sequence=sequence)
+    assert isinstance(puppet.save(2), Durable)
     assert puppet.close()
     assert directories(puppet.paths) == ["step-000000000002.l0001"] and not [*run_dir.rglob("*.tmp")]
 
@@ -141,9 +142,10 @@ def test_an_error_in_between_is_told_and_the_complete_snapshot_tried_again(
     puppet.start()
     sequence = puppet.begin(1, 0)
     puppet.fill_all(1, 0, sequence)
-    assert not puppet.wait("failed", sequence=sequence)["final"]
+    failure = puppet.wait(WriteFailed, sequence=sequence)
+    assert isinstance(failure, WriteFailed) and not failure.final
     puppet.complete(1, 0, sequence)
-    puppet.wait("durable", sequence=sequence)
+    puppet.wait(Durable, sequence=sequence)
     assert puppet.close()
     (entry,) = puppet.good()
     verify(puppet.paths, entry)
@@ -159,7 +161,7 @@ def test_a_slot_that_is_filled_anew_ends_what_was_being_written(run_dir: Path) -
     second = puppet.begin(2, 0)
     puppet.fill_half(2, 0, second)
     puppet.complete(2, 0, second)
-    puppet.wait("durable", sequence=second)
+    puppet.wait(Durable, sequence=second)
     assert puppet.close()
     assert puppet.steps() == [2] and directories(puppet.paths) == ["step-000000000002.l0001"]
     verify(puppet.paths, puppet.good()[0])
@@ -181,10 +183,10 @@ def test_a_complete_one_comes_before_one_that_is_still_copied(run_dir: Path) -> 
     puppet.complete(1, 1, first)
     second = puppet.begin(2, 0)
     puppet.fill_half(2, 0, second)
-    puppet.wait("durable", sequence=first)
-    puppet.wait("released", sequence=first)  # while the second is waited for
+    puppet.wait(Durable, sequence=first)
+    puppet.wait(Released, sequence=first)  # while the second is waited for
     puppet.complete(2, 0, second)
-    puppet.wait("durable", sequence=second)
+    puppet.wait(Durable, sequence=second)
     assert puppet.close()
     assert [event["step"] for event in puppet.events("commit")] == [1, 2]
 
@@ -207,13 +209,13 @@ def test_many_snapshots_that_arrive_in_pieces(run_dir: Path) -> None:
         image.release()
         if is_good:
             puppet.complete(step, slot, sequence)
-            puppet.wait("durable", sequence=sequence)
+            puppet.wait(Durable, sequence=sequence)
             expected.append(step)
             (entry,) = [entry for entry in puppet.good() if entry.id.step == step]
             verify(puppet.paths, entry)
         else:
             puppet.arena.set_verdict(slot, sequence, is_good=False)
-        puppet.wait("released", sequence=sequence)
+        puppet.wait(Released, sequence=sequence)
     assert puppet.close()
     assert [event["step"] for event in puppet.events("commit")] == expected
     assert not [entry for entry in catalog.scan(puppet.paths) if not entry.is_committed]

@@ -17,6 +17,7 @@ import pytest
 from stepwell.agent.target.shared_target import Persister
 from stepwell.events import journal
 from stepwell.faults import OPERATIONS
+from stepwell.handover.protocol import Durable, WriteFailed
 from stepwell.storage.store import catalog, files
 from stepwell.types import Keep
 from tests.agent.puppet import Puppet, listing, verify
@@ -93,11 +94,11 @@ def fail_at(operation: Operation, error: str, root: Path, monkeypatch: pytest.Mo
     for step in range(1, SAVES + 1):
         good = {entry.path: listing(entry.path) for entry in puppet.good()[:2]}
         fails = operation.save == step and not operation.is_prune and not operation.has_another_way
-        assert puppet.save(step)["type"] == ("failed" if fails else "durable"), where
+        assert isinstance(puppet.save(step), WriteFailed if fails else Durable), where
         if fails:
             assert {path: listing(path) for path in good} == good, where
     later = SAVES + 2
-    assert puppet.save(SAVES + 1)["type"] == puppet.save(later)["type"] == "durable", where
+    assert isinstance(puppet.save(SAVES + 1), Durable) and isinstance(puppet.save(later), Durable), where
     assert puppet.close(), where
     failures = puppet.events("persist-failed") + puppet.events("prune-failed")
     assert len(failures) == (0 if operation.has_another_way else 1), f"{where}: {failures}"
@@ -147,7 +148,7 @@ def test_short_writes_are_continued(
         puppet = Puppet(tmp_path / nth, frozen_bytes=FROZEN_BYTES)
         puppet.start()
         for step in range(1, SAVES + 1):
-            assert puppet.save(step)["type"] == "durable"
+            assert isinstance(puppet.save(step), Durable)
         assert puppet.close()
         for entry in puppet.good():
             verify(puppet.paths, entry)

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from stepwell.agent.pending import Stage
 from stepwell.agent.queue import PendingQueue
 from stepwell.handover.find_agents import find_orphan
 from stepwell.handover.memory import PAGE, Arena, ArenaShape
+from stepwell.handover.protocol import Durable, Released
 from stepwell.storage.store.paths import RunPaths
 from tests.agent.puppet import Puppet, here, make_orphan, verify, wait_for
 from tests.agent.test_queue import complete, make
@@ -28,7 +30,7 @@ def adopt(run_dir: Path) -> tuple[Puppet, int]:
     channel, offer, fds = found
     puppet = Puppet(run_dir)
     puppet.client.adopt(channel, offer, fds)
-    return puppet, json.loads(offer["snapshots"][0]["record"])["step"]
+    return puppet, json.loads(offer.snapshots[0].record)["step"]
 
 
 def test_they_are_not_written_while_the_trainer_lives(run_dir: Path) -> None:
@@ -39,11 +41,11 @@ def test_they_are_not_written_while_the_trainer_lives(run_dir: Path) -> None:
     second = puppet.begin(2, 1, durable=False)
     puppet.fill_half(2, 1, second)
     puppet.complete(2, 1, second)
-    puppet.wait("released", sequence=first)  # a newer one is complete
+    puppet.wait(Released, sequence=first)  # a newer one is complete
     third = puppet.begin(3, 0)
     puppet.complete(3, 0, third)
-    puppet.wait("durable", sequence=third)
-    puppet.wait("released", sequence=second)
+    puppet.wait(Durable, sequence=third)
+    puppet.wait(Released, sequence=second)
     puppet.complete(4, 1, puppet.begin(4, 1, durable=False))
     assert puppet.close()  # a clean end writes nothing of it either
     assert [path.name for path in run_dir.glob("step-*")] == ["step-000000000003.l0001"]
@@ -91,7 +93,7 @@ def test_killed_agents_are_told_again(run_dir: Path) -> None:
     puppet.complete(1, 0, puppet.begin(1, 0, durable=False))
     os.kill(puppet.client.pid, signal.SIGKILL)
     wait_for(lambda: puppet.events("agent-death"), "replaced")
-    assert puppet.save(3)["type"] == "durable"
+    assert isinstance(puppet.save(3), Durable)
     assert puppet.close()
     assert puppet.steps() == [3]
 
@@ -107,7 +109,7 @@ def test_the_queue_keeps_the_newest_of_them() -> None:
     complete(first)
     assert queue.collect(durable) == [] and queue.complete()[0] is first
     assert queue.next_due() is durable and not queue.has_incomplete()
-    durable.is_done = True
+    durable.ended = Stage.COMMITTED
     assert queue.collect(None) == [durable] and queue.next_due() is None and not queue.is_waiting()
     complete(second)
     assert queue.collect(None) == [first] and queue.complete()[0] is second
@@ -129,5 +131,5 @@ def test_the_queue_wants_the_newest_when_the_trainer_is_dead() -> None:
     complete(memory)
     queue.drop_incomplete()
     queue.want_newest()
-    assert queue.items == [durable, memory] and memory.is_wanted and half.is_dropped
+    assert queue.items == [durable, memory] and memory.is_wanted and half.stage is Stage.DROPPED
     arena.close()

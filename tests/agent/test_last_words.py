@@ -8,12 +8,13 @@ import pytest
 
 from stepwell.agent.process import Agent
 from stepwell.handover.channel import Channel
+from stepwell.handover.protocol import Bye, Durable
 
 
 def test_what_became_durable_after_the_last_look_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     agent, trainer = Agent(Channel(theirs)), Channel(ours)
-    word = {"type": "durable", "sequence": 7, "step": 3, "directory": "step-000000000003.l0001"}
+    word = Durable(7, 3, "step-000000000003.l0001", 0.1)
 
     def is_over() -> bool:
         """The worker ends its last snapshot right before this look, and has nothing to do any more."""
@@ -26,4 +27,4 @@ def test_what_became_durable_after_the_last_look_is_told(monkeypatch: pytest.Mon
     theirs.close()
     heard = [received[0] for received in iter(trainer.receive, None)]
     ours.close()
-    assert heard == [word, {"type": "bye"}]
+    assert heard == [word, Bye()]

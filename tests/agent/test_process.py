@@ -6,11 +6,11 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from stepwell.handover.agent_address import find_agents
+from stepwell.handover.protocol import Durable, NewLayout
 from tests.agent.puppet import Puppet, here, make_orphan, verify, wait_for
 
 MOST_OWN_BYTES = 45 << 20
@@ -34,7 +34,7 @@ def own_bytes(pid: int) -> int:
 def test_it_stays_small(puppet: Puppet) -> None:
     at_start = own_bytes(puppet.client.pid)
     for step in range(1, 30):
-        assert puppet.save(step)["type"] == "durable"
+        assert isinstance(puppet.save(step), Durable)
     found = own_bytes(puppet.client.pid)
     print(f"own memory of the agent: {at_start / 1e6:.1f} MB at the start, {found / 1e6:.1f} MB after 29 saves")
     assert found < MOST_OWN_BYTES
@@ -44,7 +44,7 @@ def test_it_stays_small_when_the_state_is_large(run_dir: Path) -> None:
     """It writes from the shared memory: the state never goes through memory of its own."""
     puppet = Puppet(run_dir, leaf_bytes=64 << 20)
     puppet.start()
-    assert puppet.save(1)["type"] == puppet.save(2)["type"] == "durable"
+    assert isinstance(puppet.save(1), Durable) and isinstance(puppet.save(2), Durable)
     found = own_bytes(puppet.client.pid)
     print(f"own memory of the agent after two saves of 64 MiB: {found / 1e6:.1f} MB")
     assert found < MOST_OWN_BYTES
@@ -57,26 +57,26 @@ def test_it_stays_small_when_the_state_changes_its_form_all_the_time(run_dir: Pa
     puppet.start()
     found = []
     for step in range(1, 31):
-        puppet.client.send_layout({"id": puppet.next_number(), **crumbs(4_000)})
+        puppet.client.send_layout(crumbs(puppet.next_number(), 4_000))
         puppet.layout = puppet.next_number()
         puppet.client.send_layout(puppet.layout_message())
-        assert puppet.save(step)["type"] == "durable"
+        assert isinstance(puppet.save(step), Durable)
         found.append(own_bytes(puppet.client.pid))
     print(f"own memory of the agent: {found[5] / 1e6:.1f} MB after 6 layouts, {found[-1] / 1e6:.1f} MB after 30")
     assert found[-1] - found[5] < 10 << 20
     assert puppet.close()
 
 
-def crumbs(count: int) -> dict[str, Any]:
+def crumbs(number: int, count: int) -> NewLayout:
     """A layout of many small leaves."""
     leaf = {"file": 0, "dtype": "uint8", "shape": [4], "role": "parameter", "device": "cpu", "global_shape": [4]}
     places = [{"name": f"model/{n:06d}", "start": 4 * n, "end": 4 * n + 4, "offsets": [0]} for n in range(count)]
-    leaves = [{**leaf, **place} for place in places]
-    return {"nbytes": 4 * count, "frozen_bytes": 0, "leaves": leaves, "versions": {}}
+    leaves = tuple({**leaf, **place} for place in places)
+    return NewLayout(number, 4 * count, 0, leaves, versions={})
 
 
 def test_it_loads_neither_torch_nor_numpy(puppet: Puppet) -> None:
-    assert puppet.save(1)["type"] == "durable"
+    assert isinstance(puppet.save(1), Durable)
     maps = Path(f"/proc/{puppet.client.pid}/maps").read_text()
     assert "xxhash" in maps  # the check can see extension modules
     assert "torch" not in maps and "numpy" not in maps
@@ -87,7 +87,7 @@ def test_it_survives_signals_that_are_meant_for_the_job(number: int, puppet: Pup
     pid = puppet.client.pid
     os.kill(pid, number)
     for step in (1, 2, 3):
-        assert puppet.save(step)["type"] == "durable"
+        assert isinstance(puppet.save(step), Durable)
     assert puppet.client.pid == pid and not puppet.events("agent-death")
 
 
@@ -101,7 +101,7 @@ def test_a_clean_end_leaves_nothing(run_dir: Path) -> None:
     before = held_arenas()
     puppet = Puppet(run_dir)
     puppet.start()
-    assert puppet.save(1)["type"] == "durable"
+    assert isinstance(puppet.save(1), Durable)
     assert find_agents(here(run_dir), 0) and held_arenas() != before  # the checks can see what they look for
     pid = puppet.client.pid
     assert puppet.close()

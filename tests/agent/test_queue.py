@@ -7,9 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from stepwell.agent.offer import make_offer
-from stepwell.agent.queue import AgentLayout, Layouts, Pending, PendingQueue
+from stepwell.agent.pending import AgentLayout, Layouts, Pending, Purpose, Stage
+from stepwell.agent.queue import PendingQueue
 from stepwell.handover.memory import PAGE, Arena, ArenaShape
+from stepwell.handover.protocol import Begin, NewLayout
 from stepwell.types import CheckpointId, Owner
+from tests.agent.puppet import make_request
 
 
 @pytest.fixture
@@ -22,7 +25,7 @@ def arena() -> Iterator[Arena]:
 def make(arena: Arena, sequence: int, slot: int) -> Pending:
     layout = AgentLayout(1, 100, 0, (), {})
     id = CheckpointId(sequence, 0, 1)
-    return Pending("run", id, Owner(), sequence, slot, arena, layout, {"frozen": 0})
+    return Pending("run", id, Owner(), arena, layout, Begin(make_request(sequence), sequence, slot, 1, 1, 0))
 
 
 def complete(item: Pending) -> None:
@@ -93,7 +96,7 @@ def test_void_and_done_ones_are_released(arena: Arena) -> None:
     queue.add(done)
     arena.set_verdict(0, 1, is_good=False)
     complete(done)
-    done.is_done = True
+    done.ended = Stage.COMMITTED
     assert queue.collect(None) == [void, done] and not queue.items
 
 
@@ -131,23 +134,22 @@ def test_of_many_ranks_all_that_is_whole_is_offered(arena: Arena) -> None:
     queue = PendingQueue()
     items = [make(arena, 1, 0), make(arena, 2, 1)]
     for item in items:
-        item.meta.update({"created": 1.0, "tree": {}})
         queue.add(item)
         complete(item)
     alone, _ = make_offer(queue.complete())
-    assert [snapshot["slot"] for snapshot in alone["snapshots"]] == [1]
+    assert [snapshot.slot for snapshot in alone.snapshots] == [1]
     for item in items:
         item.owner, item.record = Owner(0, 2), None
     many, fds = make_offer(queue.complete())
-    assert [snapshot["slot"] for snapshot in many["snapshots"]] == [1, 0] and fds == [arena.fd]
+    assert [snapshot.slot for snapshot in many.snapshots] == [1, 0] and fds == [arena.fd]
     arena.claim(0)  # the older one is being overwritten
     again, _ = make_offer(queue.complete())
-    assert [snapshot["slot"] for snapshot in again["snapshots"]] == [1]
+    assert [snapshot.slot for snapshot in again.snapshots] == [1]
 
 
 def coded(arena: Arena, sequence: int, slot: int) -> Pending:
     item = make(arena, sequence, slot)
-    item.is_wanted, item.is_delta, item.is_symbols = False, True, True
+    item.is_wanted, item.purpose = False, Purpose.CODED_DELTA
     complete(item)
     return item
 
@@ -179,7 +181,6 @@ def test_what_came_coded_is_no_state(arena: Arena) -> None:
 def test_only_the_newest_layouts_of_each_kind_are_kept() -> None:
     layouts = Layouts()
     for number in range(1, 101):
-        message = {"id": number, "nbytes": number, "frozen_bytes": 0, "leaves": [], "versions": {}}
-        layouts.add({**message, "is_partial": number % 10 == 0})
+        layouts.add(NewLayout(number, number, 0, leaves=(), versions={}, is_partial=number % 10 == 0))
     assert len(layouts) == 4
     assert [layouts[number].nbytes for number in (99, 98, 100, 90)] == [99, 98, 100, 90]

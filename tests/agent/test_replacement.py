@@ -7,17 +7,18 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from stepwell.agent import offer, process
-from stepwell.agent.offer import PROTOCOL
 from stepwell.errors import AgentError, VoidError
 from stepwell.handover.channel import Channel
 from stepwell.handover.client import AgentClient
 from stepwell.handover.find_agents import find_orphan
+from stepwell.handover.protocol import PROTOCOL, Adopt, Durable, NoOffer, NoPart, Offer, Released
 from stepwell.storage.store import assemble
 from stepwell.types import CheckpointId
 from tests.agent.puppet import Puppet, here, make_orphan, verify, wait_for
@@ -37,7 +38,7 @@ def test_a_killed_agent_is_replaced_and_told_what_is_not_durable(
     mark = stop_at("shard.written", 2, tmp_path, monkeypatch)
     puppet = Puppet(run_dir)
     puppet.start()
-    puppet.wait("released", sequence=puppet.save(1)["sequence"])
+    puppet.wait(Released, sequence=puppet.save(1).sequence)
     second = puppet.begin(2, 0)
     puppet.complete(2, 0, second)
     third = puppet.begin(3, 1)
@@ -46,7 +47,7 @@ def test_a_killed_agent_is_replaced_and_told_what_is_not_durable(
     old = puppet.client.pid
     os.kill(old, signal.SIGKILL)
     for sequence in (second, third):
-        puppet.wait("durable", sequence=sequence)
+        puppet.wait(Durable, sequence=sequence)
     (death,) = puppet.events("agent-death")
     assert (death["pid"], death["status"], death["resent"]) == (old, "exit status -9", 2)
     assert puppet.client.pid != old
@@ -63,7 +64,7 @@ def test_a_snapshot_in_an_older_arena_is_not_lost(
     mark = stop_at("persist.begin", 2, tmp_path, monkeypatch)
     puppet = Puppet(run_dir)
     puppet.start()
-    assert puppet.save(1)["type"] == "durable"
+    assert isinstance(puppet.save(1), Durable)
     sequence = puppet.begin(2, 0)
     puppet.complete(2, 0, sequence)
     wait_for(mark.exists, "stopped")
@@ -71,8 +72,8 @@ def test_a_snapshot_in_an_older_arena_is_not_lost(
     puppet.prepare()
     old.close()  # as the trainer does
     os.kill(puppet.client.pid, signal.SIGKILL)
-    puppet.wait("durable", sequence=sequence)
-    assert puppet.save(3)["type"] == "durable"
+    puppet.wait(Durable, sequence=sequence)
+    assert isinstance(puppet.save(3), Durable)
     assert len(puppet.events("agent-death")) == 1
     assert puppet.close()
     assert puppet.steps() == [3, 2]
@@ -109,9 +110,9 @@ def test_a_word_to_the_other_ranks_outlives_an_agent_that_is_killed_while_closin
     monkeypatch.setenv("STEPWELL_CRASH_MARK", str(mark))
     puppet = Puppet(run_dir)
     puppet.open()
-    puppet.client.start(puppet.hello() | {"rank": 1, "world_size": 2}, puppet._on_message)
+    puppet.client.start(replace(puppet.hello(), rank=1, world_size=2), puppet._on_message)
     puppet.prepare()
-    puppet.client.say_void({"type": "void", "step": 3, "repeat": 0, "reason": "refused"})
+    puppet.client.say_void(NoPart(3, 0, "refused"))
     wait_for(mark.exists, "stopped")
     pid, finished = puppet.client.pid, []
     closing = threading.Thread(target=lambda: finished.append(puppet.close()))
@@ -138,7 +139,7 @@ def test_an_agent_killed_at_its_start_is_started_again(run_dir: Path, monkeypatc
     puppet = Puppet(run_dir)
     puppet.start()
     assert puppet.client.pid != killed[0]
-    assert puppet.save(1)["type"] == "durable"
+    assert isinstance(puppet.save(1), Durable)
     assert puppet.close()
 
 
@@ -154,13 +155,13 @@ def test_an_adopted_agent_that_dies_is_replaced_at_the_start(run_dir: Path) -> N
     found = find_orphan(here(run_dir), 0)
     assert found is not None
     channel, offer, fds = found
-    assert len(offer["snapshots"]) == len(fds) == 1 and offer["agent"] == agent
+    assert len(offer.snapshots) == len(fds) == 1 and offer.agent == agent
     puppet = Puppet(run_dir)
     puppet.client.adopt(channel, offer, fds)
     os.kill(agent, signal.SIGKILL)
     puppet.start(parent=1, step=1)
     assert puppet.client.pid != agent
-    assert puppet.save(2)["type"] == "durable"
+    assert isinstance(puppet.save(2), Durable)
     assert puppet.close()
     assert puppet.steps() == [2, 1]
 
@@ -186,10 +187,10 @@ def test_a_stopped_orphan_does_not_hold_up_a_successor(run_dir: Path) -> None:
 def test_an_agent_whose_trainer_lives_is_not_handed_over(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     puppet = Puppet(run_dir)
     puppet.start()
-    assert puppet.save(1)["type"] == "durable"
+    assert isinstance(puppet.save(1), Durable)
     assert find_orphan(here(run_dir), 0) is None
     assert "is alive" in caplog.text
-    assert puppet.save(2)["type"] == "durable"
+    assert isinstance(puppet.save(2), Durable)
     assert puppet.close()
 
 
@@ -204,7 +205,7 @@ def test_a_peer_that_answers_and_leaves_at_once_is_heard() -> None:
         def sendmsg(self, *arguments: Any) -> int:
             sent = ours.sendmsg(*arguments)
             assert peer.receive() is not None
-            peer.send({"type": "refused"})
+            peer.send(NoOffer("closing"))
             peer.close()
             return sent
 
@@ -212,9 +213,9 @@ def test_a_peer_that_answers_and_leaves_at_once_is_heard() -> None:
             return getattr(ours, name)
 
     channel = Channel(cast(socket.socket, Sending()))
-    channel.send({"type": "adopt"})
+    channel.send(Adopt(PROTOCOL, 1))
     received = channel.receive()
-    assert received is not None and received[0] == {"type": "refused"}
+    assert received is not None and received[0] == NoOffer("closing")
     channel.close()
 
 
@@ -222,10 +223,10 @@ def test_an_offer_in_the_making_holds_nothing_up(run_dir: Path, monkeypatch: pyt
     """To hash a large snapshot takes long. Meanwhile the agent answers others, and does not leave."""
     made, may_go_on = threading.Event(), threading.Event()
 
-    def slow(newest: object) -> tuple[dict[str, Any], list[int]]:
+    def slow(newest: object) -> tuple[Offer, list[int]]:
         made.set()
         assert may_go_on.wait(30)
-        return {"type": "offer"}, []
+        return Offer(os.getpid()), []
 
     monkeypatch.setattr(offer, "make_offer", slow)
     ours, theirs = socket.socketpair()
@@ -235,17 +236,17 @@ def test_an_offer_in_the_making_holds_nothing_up(run_dir: Path, monkeypatch: pyt
     agent._leave_at = 0.0  # long ago
     for pair in (first, second):
         client = Channel(pair[0])
-        client.send({"type": "adopt", "protocol": PROTOCOL, "pid": os.getpid()})
+        client.send(Adopt(PROTOCOL, os.getpid()))
         agent._answer(Channel(pair[1]))
         assert made.wait(30)
     refused = Channel(second[0]).receive()
-    assert refused is not None and refused[0]["type"] == "refused"
+    assert refused is not None and isinstance(refused[0], NoOffer)
     assert not agent._is_over()
     may_go_on.set()
     wait_for(lambda: not agent._calls.empty(), "the offer is made")
     agent._on_wake()
     answer = Channel(first[0]).receive()
-    assert answer is not None and answer[0]["type"] == "offer"
+    assert answer is not None and isinstance(answer[0], Offer)
     assert agent.trainer.pid == os.getpid()
     for sock in (ours, theirs, *first, *second):
         sock.close()

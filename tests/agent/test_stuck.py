@@ -14,6 +14,7 @@ import pytest
 
 from stepwell.handover import agent_deaths, client, spawn
 from stepwell.handover.agent_deaths import Deaths
+from stepwell.handover.protocol import Durable, Released, WriteFailed
 from tests.agent.puppet import Puppet, verify, wait_for
 
 
@@ -25,10 +26,10 @@ def puppet(run_dir: Path) -> Puppet:
 def test_an_agent_that_is_frozen_is_replaced(puppet: Puppet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(puppet.client, "_silent_seconds", 1.0)
     puppet.start()
-    assert puppet.save(1)["type"] == "durable"
+    assert isinstance(puppet.save(1), Durable)
     frozen = puppet.client.pid
     os.kill(frozen, signal.SIGSTOP)
-    assert puppet.save(2)["type"] == "durable"
+    assert isinstance(puppet.save(2), Durable)
     assert puppet.client.pid != frozen
     assert puppet.close() and puppet.steps() == [2, 1]
 
@@ -72,7 +73,7 @@ def test_no_descriptors_while_an_agent_dies_is_no_end(puppet: Puppet, monkeypatc
     puppet.start()
     monkeypatch.setattr(spawn.socket, "socketpair", refuse_twice)
     os.kill(puppet.client.pid, signal.SIGKILL)
-    assert puppet.save(1)["type"] == "durable"
+    assert isinstance(puppet.save(1), Durable)
     assert len(refused) == 2 and puppet.close()
 
 
@@ -89,7 +90,7 @@ def test_the_death_of_an_agent_is_seen_though_a_fork_holds_its_socket(
     monkeypatch.setattr(spawn.subprocess, "Popen", start_and_hold)
     puppet.start()
     os.kill(puppet.client.pid, signal.SIGKILL)
-    assert puppet.save(1)["type"] == "durable"
+    assert isinstance(puppet.save(1), Durable)
     assert puppet.close()
     for fd in held:
         os.close(fd)
@@ -103,13 +104,14 @@ def test_agents_that_die_again_and_again_give_a_snapshot_up_and_the_next_one_is_
     puppet.start()
     first = puppet.begin(1, 1)
     puppet.complete(1, 1, first)
-    assert "died 6 times" in puppet.wait("failed", sequence=first)["error"]
-    puppet.wait("released", sequence=first)
+    failure = puppet.wait(WriteFailed, sequence=first)
+    assert isinstance(failure, WriteFailed) and "died 6 times" in failure.error
+    puppet.wait(Released, sequence=first)
     monkeypatch.delenv("STEPWELL_CRASH")
     wait_for(lambda: len(puppet.events("agent-death")) == 6, "another agent")
     (failing,) = puppet.events("agents-fail")
     assert (failing["deaths"], failing["given_up"]) == (6, 1)
-    assert puppet.save(2)["type"] == "durable"
+    assert isinstance(puppet.save(2), Durable)
     assert puppet.close() and puppet.steps() == [2]
 
 

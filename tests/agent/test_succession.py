@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from stepwell.agent.process import Agent
 from stepwell.handover.channel import Channel
 from stepwell.handover.find_agents import find_orphan
 from stepwell.handover.memory import Arena, ArenaShape
+from stepwell.handover.protocol import Durable, NewArena, Offer, Ready
 from tests.agent.puppet import Puppet, here, make_orphan, verify, wait_for
 
 Pair = tuple[Agent, Channel]
@@ -51,7 +53,7 @@ def test_a_trainer_that_dies_before_its_hello_is_read_leaves_no_traceback(
     puppet.client.launch()
     process, channel = puppet.client._process, puppet.client._channel
     assert process is not None and channel is not None
-    channel.send(puppet.hello() | {"pid": dead_pid()})
+    channel.send(replace(puppet.hello(), pid=dead_pid()))
     channel.close()
     assert process.wait(30) == 0
     puppet.log.close()
@@ -64,18 +66,18 @@ def test_what_an_agent_holds_outlives_a_successor_that_dies_before_its_hello_is_
     assert found is not None
     puppet = Puppet(run_dir, linger=30)
     puppet.open(parent=1, step=3)
-    found[0].send(puppet.hello() | {"pid": dead_pid()})
+    found[0].send(replace(puppet.hello(), pid=dead_pid()))
     found[0].close()
     for fd in found[2]:
         os.close(fd)
     again = wait_for(lambda: find_orphan(here(run_dir), 0), "it waits for another one")
-    assert again[1]["agent"] == agent
-    assert [item["slot"] for item in again[1]["snapshots"]] == [item["slot"] for item in found[1]["snapshots"]]
+    assert again[1].agent == agent
+    assert [item.slot for item in again[1].snapshots] == [item.slot for item in found[1].snapshots]
     assert len(again[2]) == 1
     puppet.client.adopt(*again)
     puppet.start(parent=2, step=3)
     assert puppet.client.pid == agent
-    assert puppet.save(4)["type"] == "durable"
+    assert isinstance(puppet.save(4), Durable)
     assert puppet.close()
     for entry in puppet.good():
         verify(puppet.paths, entry)
@@ -85,7 +87,7 @@ def test_two_arenas_on_their_way_at_the_death_of_the_trainer_both_arrive(pair: P
     agent, trainer = pair
     for generation in (1, 2):
         arena = Arena.allocate(ArenaShape(generation, 2, 4096, 0))
-        trainer.send({"type": "arena", **vars(arena.shape)}, [arena.fd])
+        trainer.send(NewArena(**vars(arena.shape)), [arena.fd])
         arena.close()
     assert agent.channel is not None
     agent._drain(agent.channel)
@@ -97,7 +99,7 @@ def test_an_agent_that_is_taken_over_waits_as_long_as_its_new_trainer_lives(pair
     agent, _ = pair
     agent.linger_seconds, agent._leave_at = 0.0, 0.0  # long ago
     ours, theirs = socket.socketpair()
-    agent._hand_over(Channel(theirs), os.getpid(), {"type": "offer"}, [])
+    agent._hand_over(Channel(theirs), os.getpid(), Offer(os.getpid()), [])
     assert not agent._is_over()
     ours.close()
     wait_for(lambda: agent._selector.select(0), "it hung up")
@@ -118,7 +120,7 @@ def test_a_successor_that_is_killed_without_a_hello_leaves_the_agent_to_the_next
         successor.send_signal(signal.SIGKILL)
     puppet = Puppet(run_dir)
     found = wait_for(lambda: find_orphan(here(run_dir), 0), "it waits for another one")
-    assert found[1]["agent"] == agent
+    assert found[1].agent == agent
     puppet.client.adopt(*found)
     puppet.start(parent=1, step=1)
     assert puppet.close()
@@ -138,9 +140,9 @@ def test_an_agent_that_cannot_listen_goes_on_without(
     puppet = Puppet(run_dir, linger=60)
     puppet.open()
     hello = puppet.hello()
-    agent._do_hello(hello if why == "taken" else hello | {"agents": ""})
+    agent._do_hello(hello if why == "taken" else replace(hello, agents=""))
     said = trainer.receive()
-    assert said is not None and said[0]["type"] == "ready"
+    assert said is not None and isinstance(said[0], Ready)
     assert agent.linger_seconds == 0.0, "it does not wait for who cannot come"
     assert ("cannot listen for a successor" in caplog.text) is (why == "taken")
     agent.worker.persister.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from stepwell.handover.protocol import Durable, WriteFailed
 from stepwell.storage.format.document import MAX_DOCUMENT_BYTES
 from tests.agent.puppet import Puppet
 
@@ -11,11 +13,12 @@ from tests.agent.puppet import Puppet
 def test_it_is_given_up_and_not_written_again_and_again(tmp_path: Path) -> None:
     puppet = Puppet(tmp_path / "run")
     puppet.start()
-    usual = puppet.meta
-    puppet.meta = lambda step: {**usual(step), "tree": {"x": "y" * MAX_DOCUMENT_BYTES}}  # type: ignore[method-assign]
+    usual = puppet.request
+    huge = {"x": "y" * MAX_DOCUMENT_BYTES}
+    puppet.request = lambda step, **about: replace(usual(step, **about), tree=huge)  # type: ignore[method-assign]
     found = puppet.save(1)
-    assert found["type"] == "failed" and found["final"] and "stepwell.record/1 of 671" in found["error"]
-    puppet.meta = usual  # type: ignore[method-assign]
-    assert puppet.save(2)["type"] == "durable"
+    assert isinstance(found, WriteFailed) and found.final and "stepwell.record/1 of 671" in found.error
+    puppet.request = usual  # type: ignore[method-assign]
+    assert isinstance(puppet.save(2), Durable)
     assert len(puppet.events("persist-failed")) == 1 and puppet.steps() == [2]
     assert puppet.close()

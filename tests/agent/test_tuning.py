@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.agent.files.tuning import Setting, Tuner, WritePlace, most_threads, recall, remember
+from stepwell.handover.protocol import Durable
 from stepwell.storage.store.mounts import file_system_type
 from tests.agent.puppet import Puppet
 
@@ -147,7 +148,7 @@ def test_an_agent_remembers_and_the_next_one_knows(run_dir: Path) -> None:
     puppet = Puppet(run_dir, leaf_bytes=40 * MIB)
     puppet.start()
     for step in range(1, 20):
-        assert puppet.save(step)["type"] == "durable"
+        assert isinstance(puppet.save(step), Durable)
         if puppet.events("storage"):
             break
     assert puppet.close()
@@ -157,6 +158,6 @@ def test_an_agent_remembers_and_the_next_one_knows(run_dir: Path) -> None:
     again = Puppet(run_dir, leaf_bytes=40 * MIB)
     again.start(parent=1, step=step)
     for later in range(step + 1, step + 3):
-        assert again.save(later)["type"] == "durable"
+        assert isinstance(again.save(later), Durable)
     assert again.close()
     assert len(again.events("storage")) == 1

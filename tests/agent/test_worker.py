@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 
-from stepwell.agent.queue import AgentLayout, Pending
+from stepwell.agent.pending import AgentLayout, Pending
 from stepwell.agent.worker import Worker
 from stepwell.handover.memory import PAGE, Arena, ArenaShape
+from stepwell.handover.protocol import Begin, Released, WriteFailed
 from stepwell.storage.format.manifest import Void
 from stepwell.storage.format.record import FileEntry, Record
 from stepwell.storage.store import assemble, commit
 from stepwell.storage.store.lineage import create_next, open_run
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
+from tests.agent.puppet import is_about, make_request
 
 WORLD = 2
-META = {"frozen": 0, "name": None, "epoch_end": False, "finished": False}
 
 
 class Scene:
@@ -37,7 +38,8 @@ class Scene:
 
     def _written(self, step: int, slot: int) -> Pending:
         owner, layout = Owner(0, WORLD), AgentLayout(1, 100, 0, (), {})
-        pending = Pending(self.run, self._id(step), owner, step, slot, self.arena, layout, META)
+        begin = Begin(make_request(step), step, slot, 1, 1, 0)
+        pending = Pending(self.run, self._id(step), owner, self.arena, layout, begin)
         commit.open_checkpoint(self.paths, pending.id, owner)
         pending.record = self.leave_record(step, rank=0)
         self.worker.queue.add(pending)
@@ -65,8 +67,9 @@ class Scene:
 
     def said(self, pending: Pending) -> list[tuple[str, str]]:
         """What the leader's trainer is told of it, beside that its slot is free."""
-        words = [word for word in self.worker.outbox if word["sequence"] == pending.sequence]
-        return [(word["type"], word.get("error", "")) for word in words if word["type"] != "released"]
+        words = [word for word in self.worker.outbox if is_about(word, pending.sequence)]
+        errors = [(word.kind, word.error if isinstance(word, WriteFailed) else "") for word in words]
+        return [said for word, said in zip(words, errors, strict=True) if not isinstance(word, Released)]
 
 
 @pytest.fixture
@@ -103,7 +106,7 @@ def test_what_a_rank_says_between_two_looks_is_heard(
     monkeypatch.setattr(assemble, "gather", speak_after_the_first)
     scene.look()
     scene.look()
-    assert scene.older.is_done and scene.newer.is_done
+    assert scene.older.is_over and scene.newer.is_over
     assert scene.is_committed(scene.newer)
     assert scene.is_committed(scene.older) == (word == "record")
     assert scene.said(scene.older) == [("durable", "") if word == "record" else ("failed", "rank 1: no memory")]
@@ -127,7 +130,7 @@ def test_one_that_cannot_be_read_holds_the_next_for_a_while_only(patience: float
     scene.paths.checkpoint(scene.older.id).write_bytes(b"a file in the place of a directory")
     scene.leave_record(9)
     scene.look()
-    assert scene.is_committed(scene.newer) == scene.older.is_done == (not patience)
+    assert scene.is_committed(scene.newer) == scene.older.is_over == (not patience)
 
 
 def test_one_of_a_trainer_before_holds_nothing_up(make: Callable[..., Scene]) -> None:
@@ -139,8 +142,8 @@ def test_one_of_a_trainer_before_holds_nothing_up(make: Callable[..., Scene]) ->
     newest = scene._written(12, 0)
     scene.leave_record(12)
     scene.look()
-    assert scene.is_committed(newest) and not scene.older.is_done
-    assert scene.newer.is_done  # fenced: the successor left history before it
+    assert scene.is_committed(newest) and not scene.older.is_over
+    assert scene.newer.is_over  # fenced: the successor left history before it
     scene.look()
     ((kind, error),) = scene.said(scene.older)
     assert kind == "failed" and "was removed while its parts were waited for" in error

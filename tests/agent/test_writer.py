@@ -17,7 +17,7 @@ from stepwell.agent.files import buffered as cache
 from stepwell.agent.files.tuning import Setting
 from stepwell.agent.files.writer import Writer, copy_file, digest_image
 from stepwell.agent.files.writer_threads import Pool
-from stepwell.agent.queue import AbandonedError
+from stepwell.agent.pending import AbandonedError
 from stepwell.handover.memory import Arena, ArenaShape, whole_pages
 from stepwell.storage.format.checksum import BLOCK_BYTES, block_digest
 from stepwell.storage.store import files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
@@ -12,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from stepwell.handover.channel import Channel
+from stepwell.handover.message import MessageError, encode
+from stepwell.handover.protocol import BaseWanted, Bye, NewArena, NoPart, Pong
 
 Ends = tuple[Channel, Channel]
 
@@ -26,14 +27,14 @@ def ends() -> Iterator[Ends]:
 
 
 def test_messages_arrive_in_order_and_whole(ends: Ends) -> None:
-    messages = [{"type": "a", "n": i, "text": "x" * i} for i in range(50)]
+    messages = [NoPart(i, 0, "x" * i) for i in range(50)]
     for message in messages:
         ends[0].send(message)
     assert [ends[1].receive() for _ in messages] == [(message, []) for message in messages]
 
 
 def test_a_message_larger_than_the_socket_buffer(ends: Ends) -> None:
-    big = {"type": "layout", "text": "y" * (8 << 20)}
+    big = BaseWanted("y" * (8 << 20))
     sender = threading.Thread(target=ends[0].send, args=(big,))
     sender.start()
     received = ends[1].receive()
@@ -44,7 +45,7 @@ def test_a_message_larger_than_the_socket_buffer(ends: Ends) -> None:
 def test_descriptors_travel_with_a_message(ends: Ends) -> None:
     fd = os.memfd_create("x")
     os.write(fd, b"shared")
-    ends[0].send({"type": "arena"}, [fd])
+    ends[0].send(NewArena(1, 2, 4096, 0), [fd])
     os.close(fd)
     received = ends[1].receive()
     assert received is not None
@@ -54,11 +55,11 @@ def test_descriptors_travel_with_a_message(ends: Ends) -> None:
 
 
 def test_what_was_sent_before_the_end_still_arrives_and_half_a_message_does_not(ends: Ends) -> None:
-    ends[0].send({"type": "last"})
-    body = json.dumps({"type": "half"}).encode()
+    ends[0].send(Bye())
+    body = encode(Pong()).encode()
     ends[0].socket.sendall(struct.pack("<Q", len(body)) + body[:5])
     ends[0].close()
-    assert ends[1].receive() == ({"type": "last"}, [])
+    assert ends[1].receive() == (Bye(), [])
     assert ends[1].receive() is None
 
 
@@ -72,4 +73,13 @@ def test_sending_to_a_closed_end_is_an_error_not_a_signal(ends: Ends) -> None:
     ends[1].close()
     with pytest.raises(OSError):
         for _ in range(100):
-            ends[0].send({"type": "x", "text": "z" * 100_000})
+            ends[0].send(BaseWanted("z" * 100_000))
+
+
+def test_the_message_after_one_that_cannot_be_understood_is_read(ends: Ends) -> None:
+    body = b'{"type":"what"}'
+    ends[0].socket.sendall(struct.pack("<Q", len(body)) + body)
+    ends[0].send(Bye())
+    with pytest.raises(MessageError, match="unknown type 'what'"):
+        ends[1].receive()
+    assert ends[1].receive() == (Bye(), [])

@@ -27,6 +27,7 @@ from stepwell.errors import ConfigError, PersistError
 from stepwell.events.journal import EventLog
 from stepwell.handover import agent_address as address
 from stepwell.handover.find_agents import find_orphan
+from stepwell.handover.protocol import Durable
 from stepwell.levels.level_spec import Levels, Shared
 from stepwell.levels.level_spec import Node as Cached
 from stepwell.levels.peers.fetch import Peer
@@ -275,7 +276,7 @@ def test_he_takes_the_names_of_agents_that_are_to_come(run_dir: Path) -> None:
         puppet = Puppet(run_dir)
         puppet.start()
         assert [found.pid for found in address.find_agents(here(run_dir), 0)] == [puppet.client.pid]
-        assert puppet.save(1)["type"] == "durable"
+        assert isinstance(puppet.save(1), Durable)
         assert puppet.close()
 
 

@@ -5,7 +5,6 @@ A test that needs a run directory and nothing of the loop around it builds one h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +12,13 @@ from typing import Any
 
 import torch
 
-from stepwell.agent.queue import AgentLayout, Pending
+from stepwell.agent.pending import AgentLayout, Pending
 from stepwell.agent.target.shared_target import Persister
 from stepwell.events import journal
-from stepwell.handover.channel import encode
 from stepwell.handover.client import AgentClient
 from stepwell.handover.memory import FROZEN, Arena, ArenaShape, whole_pages
+from stepwell.handover.message import decode, encode
+from stepwell.handover.protocol import KINDS, Begin, NewLayout
 from stepwell.restore.open_request import LoadRequest, OpenRequest, Wish
 from stepwell.restore.open_run import Reopened, load_only, reopen
 from stepwell.storage.format.manifest import Manifest
@@ -31,7 +31,7 @@ from stepwell.training.state import rng
 from stepwell.training.state.flatten import Flat, flatten
 from stepwell.training.state.roles import Role
 from stepwell.training.state.tracked import track
-from stepwell.types import CheckpointId, Owner
+from stepwell.types import CheckpointId, Owner, SaveRequest
 
 
 def own(step: int, *, epoch: int = 0, consumed: int = 0) -> dict[str, Any]:
@@ -79,17 +79,17 @@ class RunBuilder:
 
     def _pending(self, flat: Flat, plan: Plan, arena: Arena, step: int, meta: dict[str, Any]) -> Pending:
         said = {"created": 1700000000.5, "tree": flat.tree, "epoch_end": False, "finished": False, "name": None,
-                "files": {}, "frozen": 1 if plan.frozen else 0, **meta}  # fmt: skip
-        said = json.loads(json.dumps(said))  # as it reaches the agent
+                "files": {}, "repeat": 0, **meta}  # fmt: skip
+        begin = decode(encode(Begin(SaveRequest(step, **said), 1, 0, 1, 1, 1 if plan.frozen else 0)).encode(), KINDS)
+        layout = decode(encode(plan.message()).encode(), KINDS)  # both as they reach the agent
+        assert isinstance(begin, Begin) and isinstance(layout, NewLayout)
         return Pending(
             run=self.run,
-            id=CheckpointId(step, said.pop("repeat", 0), self.lineage),
+            id=CheckpointId(step, begin.request.repeat, self.lineage),
             owner=Owner(),
-            sequence=1,
-            slot=0,
             arena=arena,
-            layout=AgentLayout.from_message(json.loads(encode(plan.message()))),
-            meta=said,
+            layout=AgentLayout.from_message(layout),
+            begin=begin,
         )
 
     def manifest(self, id: CheckpointId) -> Manifest:

@@ -20,11 +20,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from stepwell.agent.queue import AgentLayout, Pending, PendingQueue
+from stepwell.agent.pending import AgentLayout, Pending
+from stepwell.agent.queue import PendingQueue
 from stepwell.errors import StateError
 from stepwell.events import chain_events, journal
 from stepwell.faults import crash_point
-from stepwell.handover.channel import Message
+from stepwell.handover.message import ToTrainer
+from stepwell.handover.protocol import BaseWanted, ChainOver, DeltaAppended, Rebased
 from stepwell.storage.chain import chain_files
 from stepwell.storage.chain.chain_writer import Appended, ChainWriter
 from stepwell.storage.chain.section_coder import Given
@@ -56,8 +58,8 @@ class _Open:
 
     def takes(self, pending: Pending) -> bool:
         """Whether it is made for such records: whole ones, or those that were coded against this very base."""
-        if pending.is_symbols:
-            return bool(pending.meta["symbols"]["base"] == self.base.directory)
+        if pending.begin.symbols is not None:
+            return pending.begin.symbols.base == self.base.directory
         return not self.coded
 
     def append(self, pending: Pending) -> Appended:
@@ -70,13 +72,14 @@ class _Open:
         return self.writer.append(pending.id.step, _state(pending), _note(pending))
 
     def _given(self, pending: Pending) -> dict[int, Given]:
-        about, number = pending.meta["symbols"], pending.meta["symbols"]["part"]
+        about = pending.begin.symbols
+        assert about is not None
         image = np.frombuffer(pending.arena.image(pending.slot, pending.arena.shape.slot_bytes), np.uint8)
-        symbols = image[about["start"] : about["start"] + about["nbytes"]]
-        found = precoded.load(self.writer.parts[number], image[about["facts"] :], symbols)
+        symbols = image[about.start : about.start + about.nbytes]
+        found = precoded.load(self.writer.parts[about.part], image[about.facts :], symbols)
         if found.coded.facts.exact:
             raise StateError(f"{found.coded.facts.exact} tensors hold values that cannot be coded")
-        return {number: found}
+        return {about.part: found}
 
 
 class Chainer:
@@ -86,7 +89,7 @@ class Chainer:
     """
 
     def __init__(self, deltas: Deltas, paths: RunPaths, log: journal.EventLog, lineage: int, *,
-                 lock: threading.Condition, queue: PendingQueue, say: Callable[[Message], None]) -> None:  # fmt: skip
+                 lock: threading.Condition, queue: PendingQueue, say: Callable[[ToTrainer], None]) -> None:  # fmt: skip
         self._deltas, self._paths, self._log, self._lineage = deltas, paths, log, lineage
         self._lock, self._queue, self._say = lock, queue, say
         self._chain: _Open | None = None
@@ -123,7 +126,7 @@ class Chainer:
             self._next = None
         reason = "while storage fails, a newer snapshot needs its slot"
         self._log.emit(chain_events.ChainEnded(base=base.directory, reason=reason))
-        self._say({"type": "chain_over", "base": base.directory})  # before the slot is given back
+        self._say(ChainOver(base.directory))  # before the slot is given back
         self.let_go()
 
     def rebase(self, pending: Pending) -> None:
@@ -139,7 +142,7 @@ class Chainer:
                 self.let_go()
             if chain is not None and chain.coded and not self._is_closed:
                 self._held, pending.is_held = pending, True
-                self._say({"type": "rebased", "sequence": pending.sequence, "base": pending.id.directory})
+                self._say(Rebased(pending.sequence, pending.id.directory))
                 self.make_room()
             self._lock.notify_all()
 
@@ -154,7 +157,7 @@ class Chainer:
                 used = [chain.base for chain in (self._chain, self._next) if chain is not None]
                 chain_files.remove_chains(self._paths, used, _KEPT_CHAINS)
             leaves = _leaves(pending.layout)
-            coded = frozenset(pending.meta.get("coded", ()))
+            coded = frozenset(pending.begin.coded)
             writer = self._begin(pending, leaves, coded)
             chain = _Open(pending.id, writer, leaves, pending.layout.number, coded)
         except Exception as error:  # whatever it is: the checkpoint is there, and so will the next ones be
@@ -205,7 +208,7 @@ class Chainer:
                 self._lock.wait(0.2)
             return None
 
-    def _append(self, pending: Pending) -> list[Message]:
+    def _append(self, pending: Pending) -> list[ToTrainer]:
         """Make a record of a snapshot. Returns what the trainer is to be told."""
         chain, step = self._switch(pending), pending.id.step
         if chain is None:
@@ -242,15 +245,15 @@ class Chainer:
         self._asked_at = -_ASK_SECONDS
         if why is not None:
             self._ask(why, is_urgent=False)
-        return [{"type": "delta", "step": step}]
+        return [DeltaAppended(step)]
 
-    def _end(self, chain: _Open, reason: str) -> list[Message]:
+    def _end(self, chain: _Open, reason: str) -> list[ToTrainer]:
         """No more records go to it. Returns what the trainer is to be told."""
         self._log.emit(chain_events.ChainEnded(base=chain.base.directory, reason=reason))
         chain.writer.close()
         self._chain = None
         self._ask(reason)
-        return [{"type": "chain_over", "base": chain.base.directory}] if chain.coded else []
+        return [ChainOver(chain.base.directory)] if chain.coded else []
 
     def _switch(self, pending: Pending) -> _Open | None:
         """The chain to append to: of the newest base, unless this was coded against another one."""
@@ -273,7 +276,7 @@ class Chainer:
             if now > self._asked_at + _ASK_SECONDS and not self._queue.is_waiting():
                 self._asked_at = now
                 self._log.emit(chain_events.BaseDue(reason=reason))
-                self._say({"type": "base_due", "reason": reason})
+                self._say(BaseWanted(reason))
 
 
 def _leaves(layout: AgentLayout) -> list[CodedLeaf]:
@@ -293,5 +296,4 @@ def _cut(layout: AgentLayout, image: np.ndarray[Any, np.dtype[np.uint8]]) -> Sta
 
 
 def _note(pending: Pending) -> bytes:
-    meta = pending.meta
-    return json.dumps({key: meta[key] for key in ("created", "tree")}).encode()
+    return json.dumps({"created": pending.request.created, "tree": pending.request.tree}).encode()

@@ -10,20 +10,20 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from stepwell.agent.queue import Pending
+from stepwell.agent.pending import Pending
 from stepwell.agent.target.shared_target import record_in_memory
 from stepwell.events import run_events
-from stepwell.handover.channel import Message
 from stepwell.handover.memory import FROZEN
+from stepwell.handover.protocol import PROTOCOL, Offer, Peek
+from stepwell.types import OfferedArena, OfferedSnapshot
 
-PROTOCOL: Final = 2
 _hashing: Final = threading.Lock()
 """Many ranks ask at once: the first one waits for the checksums, the others find them."""
 
 
-def why_refused(message: Message, *, trainer: int, is_closing: bool) -> str | None:
+def why_refused(wish: Peek, *, trainer: int, is_closing: bool) -> str | None:
     """Why somebody who asks for the memory does not get it; None if he does."""
-    if message.get("protocol") != PROTOCOL:
+    if wish.protocol != PROTOCOL:
         return "another version of stepwell"
     if trainer:
         return f"its trainer, process {trainer}, is alive"
@@ -31,7 +31,7 @@ def why_refused(message: Message, *, trainer: int, is_closing: bool) -> str | No
 
 
 def offer_later(
-    complete: Sequence[Pending], then: Callable[[Message, list[int]], None], wait: Callable[[], None]
+    complete: Sequence[Pending], then: Callable[[Offer, list[int]], None], wait: Callable[[], None]
 ) -> None:
     """Make the offer in a thread: to hash a snapshot that is not written yet takes a while. `wait` comes first."""
 
@@ -47,16 +47,15 @@ def offer_later(
     threading.Thread(target=prepare, daemon=True, name="stepwell-offer").start()
 
 
-def make_offer(complete: Sequence[Pending]) -> tuple[Message, list[int]]:
+def make_offer(complete: Sequence[Pending]) -> tuple[Offer, list[int]]:
     """The message and the descriptors that travel with it. Hashes what was not written yet. The newest comes first."""
-    offer: Message = {"type": "offer", "agent": os.getpid(), "snapshots": []}
     if not complete:
-        return offer, []
-    newest = complete[0]
+        return Offer(os.getpid()), []
+    newest, snapshots = complete[0], []
     for item in complete[:1] if newest.owner.is_alone else complete:
         if item.arena is newest.arena:
             with _hashing:
                 record = record_in_memory(item).dump().decode()
-            offer["snapshots"].append({"record": record, "slot": item.slot, "frozen": FROZEN})
-    offer["arena"] = vars(newest.arena.shape)
-    return offer, [newest.arena.fd]
+            snapshots.append(OfferedSnapshot(record, item.slot, FROZEN))
+    shape = OfferedArena(**vars(newest.arena.shape))
+    return Offer(os.getpid(), tuple(snapshots), shape), [newest.arena.fd]

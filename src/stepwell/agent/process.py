@@ -26,20 +26,21 @@ from typing import Any, Final
 from stepwell import faults
 from stepwell.agent.callers import Callers
 from stepwell.agent.offer import offer_later, why_refused
-from stepwell.agent.queue import Layouts, Pending
-from stepwell.agent.target.chunks import StreamedSave
+from stepwell.agent.pending import Layouts, Pending
+from stepwell.agent.streaming import Streaming
 from stepwell.agent.target.peer_door import PeerDoor
 from stepwell.agent.trainer_watch import Watched
 from stepwell.agent.worker import Worker
-from stepwell.errors import StepwellError
 from stepwell.events import journal, run_events
-from stepwell.handover.channel import Channel, Message
+from stepwell.handover import protocol
+from stepwell.handover.channel import Channel
 from stepwell.handover.memory import Arena, ArenaShape
+from stepwell.handover.message import Message, MessageError, ToAgent, expect
 from stepwell.storage.format.manifest import Void
 from stepwell.storage.store import mirror
 from stepwell.storage.store.objects import ObjectFacts
 from stepwell.storage.store.paths import RunPaths
-from stepwell.types import CheckpointId, Keep, Owner
+from stepwell.types import CheckpointId, Owner
 
 _POLL_SECONDS: Final = 0.004
 _BEAT_SECONDS: Final = 15.0
@@ -57,7 +58,7 @@ class Agent:
         self.run_id, self.lineage = "", 0
         self.linger_seconds = 60.0
         self.paths = RunPaths(Path())
-        self.stream: StreamedSave | None = None
+        self._streaming = Streaming(self.worker, self._send)
         self._callers = Callers()
         self._door = PeerDoor(lambda: self.worker.persister)
         self._selector = selectors.DefaultSelector()
@@ -67,6 +68,21 @@ class Agent:
         self._closing = self._is_offering = self._is_greeted = self._is_bereft = False
         self._has_news = threading.Event()
         self._leave_at: float | None = None
+        self._do: dict[type[Message], Callable[[Any], None]] = {
+            protocol.Hello: self._do_hello,
+            protocol.Serve: self._do_serve,
+            protocol.NewArena: self._do_arena,
+            protocol.NewLayout: self._do_layout,
+            protocol.Begin: self._do_begin,
+            protocol.NoPart: self._do_void,
+            protocol.Ping: self._do_ping,
+            protocol.BaseTaken: self._do_taken,
+            protocol.MakeRoom: self._do_make_room,
+            protocol.Close: self._do_close,
+            protocol.StreamBegin: self._do_stream,
+            protocol.StreamChunk: self._streaming.write,
+            protocol.StreamEnd: self._streaming.end,
+        }
         self._teller: threading.Thread | None = None
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -89,7 +105,7 @@ class Agent:
             self._teller.join(1.0)
         mirror.publish(self.paths, {}, is_last=True)
         if self.channel is not None:
-            self._send({"type": "bye"})
+            self._send(protocol.Bye())
 
     def _timeout(self) -> float:
         with self._lock:
@@ -110,7 +126,7 @@ class Agent:
         with self._lock:
             released = worker.queue.collect(worker.busy)
             for item in released:
-                if not item.is_done:
+                if not item.is_over:
                     worker.give_up(item, "its snapshot is void" if item.is_void else "given up for a newer one")
             outbox, worker.outbox = worker.outbox, []
             if worker.queue.next_due() is not None or worker.queue.next_delta() is not None:
@@ -120,7 +136,7 @@ class Agent:
         for message in outbox:
             self._send(message)
         for item in released:
-            self._send({"type": "released", "sequence": item.sequence, "is_over": True})
+            self._send(protocol.Released(item.sequence, is_over=True))
 
     def _beat(self) -> None:
         """Show other machines that this run is alive. A thread of its own: the file system may hang."""
@@ -152,8 +168,7 @@ class Agent:
         if channel is None:
             return
         alive = channel.fill()
-        while (message := channel.next_buffered()) is not None:
-            getattr(self, "_do_" + message["type"])(message)
+        self._do_all(channel)
         if not alive and self.channel is channel:
             self._selector.unregister(channel)
             if self.trainer.is_there and not self._is_greeted:
@@ -163,123 +178,86 @@ class Agent:
             elif not self.trainer.is_there or self._closing:
                 self._leave_at = time.monotonic()
 
-    def _do_hello(self, message: Message) -> None:
+    def _do_all(self, channel: Channel) -> None:
+        """What has arrived. What cannot be understood ends this process: its trainer starts another one."""
+        while (message := channel.next_buffered()) is not None:
+            self._do[type(expect(message, ToAgent))](message)
+
+    def _do_hello(self, message: protocol.Hello) -> None:
         with self._lock:
-            self.run_id, self.lineage = message["run"], message["lineage"]
-            self.owner = Owner(message["rank"], message["world_size"])
+            self.run_id, self.lineage = message.run, message.lineage
+            self.owner = Owner(message.rank, message.world_size)
             faults.set_rank(self.owner.rank)
-            self.linger_seconds, self.worker.storage_seconds = message["linger"], message.get("storage", 120.0)
-            self.paths = RunPaths.at(message["root"], self.owner.rank).remembering()
-            keep, wishes = Keep(**message["keep"]), (message.get("levels"), message.get("deltas"))
-            self.worker.serve(self.paths, self.owner, self.lineage, keep, message["patience"], *wishes)
+            self.linger_seconds, self.worker.storage_seconds = message.linger, message.storage
+            self.paths = RunPaths.at(message.root, self.owner.rank).remembering()
+            wishes = message.keep, message.patience, message.levels, message.deltas
+            self.worker.serve(self.paths, self.owner, self.lineage, *wishes)
             self._leave_at, self._is_greeted = None, True
-            if (restored := CheckpointId.parse(message.get("restored", ""))) is not None:
+            if (restored := CheckpointId.parse(message.restored)) is not None:
                 self.worker.queue.want(restored)
-        if not self._callers.listen(message["agents"], self.owner.rank, self._selector, self._on_successors):
+        if not self._callers.listen(message.agents, self.owner.rank, self._selector, self._on_successors):
             self.linger_seconds = 0.0  # nobody can come
-        is_there = self._is_bereft or self.trainer.watch(message["pid"], self._on_trainer_death)
+        is_there = self._is_bereft or self.trainer.watch(message.pid, self._on_trainer_death)
         self._has_news.set()
-        self._send({"type": "ready", "pid": os.getpid()})
+        self._send(protocol.Ready(os.getpid()))
         if not is_there:
             self._on_trainer_death()  # right after it had sent this
 
-    def _do_serve(self, message: Message) -> None:
+    def _do_serve(self, message: protocol.Serve) -> None:
         assert self.channel is not None
         self._door.open(message, *self.channel.take_fds(1))
 
-    def _do_arena(self, message: Message) -> None:
+    def _do_arena(self, message: protocol.NewArena) -> None:
         assert self.channel is not None
         (fd,) = self.channel.take_fds(1)
-        shape = ArenaShape(**{key: message[key] for key in ("generation", "slots", "slot_bytes", "frozen_bytes")})
+        shape = ArenaShape(**vars(message))
         if shape.generation in self.arenas:
             os.close(fd)
             return
         self.arenas[shape.generation] = Arena.attach(fd, shape)
 
-    def _do_layout(self, message: Message) -> None:
+    def _do_layout(self, message: protocol.NewLayout) -> None:
         self.layouts.add(message)
 
-    def _pending(self, message: Message) -> Pending:
+    def _pending(self, message: protocol.Begin) -> Pending:
         return Pending(
             run=self.run_id,
-            id=CheckpointId(message["step"], message["repeat"], self.lineage),
+            id=CheckpointId(message.request.step, message.request.repeat, self.lineage),
             owner=self.owner,
-            sequence=message["sequence"],
-            slot=message["slot"],
-            arena=self.arenas[message["generation"]],
-            layout=self.layouts[message["layout"]],
-            meta=message,
-            written_at=time.monotonic() if message.get("written") else None,
+            arena=self.arenas[message.generation],
+            layout=self.layouts[message.layout],
+            begin=message,
+            written_at=time.monotonic() if message.written else None,
         )
 
-    def _do_begin(self, message: Message) -> None:
+    def _do_begin(self, message: protocol.Begin) -> None:
         with self._lock:
             self.worker.queue.add(self._pending(message))
 
-    def _do_void(self, message: Message) -> None:
-        id = CheckpointId(message["step"], message["repeat"], self.lineage)
+    def _do_stream(self, message: protocol.StreamBegin) -> None:
+        self._streaming.begin(self._pending(message))
+
+    def _do_void(self, message: protocol.NoPart) -> None:
+        id = CheckpointId(message.step, message.repeat, self.lineage)
         with self._lock:
-            self.worker.say_void(Void(self.run_id, id, self.owner.rank, message["reason"]))
+            self.worker.say_void(Void(self.run_id, id, self.owner.rank, message.reason))
 
-    def _do_ping(self, message: Message) -> None:
-        self._send({"type": "pong"})
+    def _do_ping(self, message: protocol.Ping) -> None:
+        self._send(protocol.Pong())
 
-    def _do_taken(self, message: Message) -> None:
-        self.worker.note_taken(message["sequence"])
+    def _do_taken(self, message: protocol.BaseTaken) -> None:
+        self.worker.note_taken(message.sequence)
 
-    def _do_make_room(self, message: Message) -> None:
+    def _do_make_room(self, message: protocol.MakeRoom) -> None:
         self.worker.make_room()
 
-    def _do_close(self, message: Message) -> None:
+    def _do_close(self, message: protocol.Close) -> None:
         self._closing = True
         self._drop_incomplete()
         with self._lock:
             self.worker.queue.drop_unwanted()
         self.worker.hurry()
-        self._leave_at = time.monotonic() + message["seconds"]
-
-    # -- streamed saves: the trainer waits, so this thread may work -----------------------------------------------
-
-    def _do_stream(self, message: Message) -> None:
-        self.stream = StreamedSave(self.worker.persister, self._pending(message))
-        self._streaming(self.stream.open)
-
-    def _do_chunk(self, message: Message) -> None:
-        stream = self.stream
-        if stream is None or stream.pending.sequence != message["sequence"]:
-            return  # it failed, or our predecessor had it: the trainer is told
-        if self._streaming(lambda: stream.write(message["slot"], message["nbytes"])):
-            self._send({"type": "chunk_done", "sequence": message["sequence"]})
-
-    def _do_stream_end(self, message: Message) -> None:
-        stream = self.stream
-        if stream is None or stream.pending.sequence != message["sequence"]:
-            return
-        if message["suspects"]:
-            stream.pending.arena.set_suspects(stream.pending.slot, message["suspects"], message["first"])
-        if self._streaming(stream.finish):
-            self.stream, pending = None, stream.pending
-            if stream.is_committed:
-                self.worker.after_commit(pending, 0.0)
-                self.worker.outbox.append({"type": "released", "sequence": pending.sequence, "is_over": True})
-                return
-            with self._lock:
-                self.worker.queue.items.append(pending)
-            self.worker.note_written(pending)
-
-    def _streaming(self, work: Any) -> bool:
-        try:
-            work()
-        except (OSError, StepwellError) as error:
-            assert self.stream is not None
-            stream, self.stream = self.stream, None
-            stream.abort()
-            with self._lock:
-                self.worker.give_up(stream.pending, str(error))
-            self.worker.note_failure(stream.pending, error, final=True)
-            self.worker.outbox.append({"type": "released", "sequence": stream.pending.sequence, "is_over": True})
-            return False
-        return True
+        self._leave_at = time.monotonic() + message.seconds
 
     # -- death and succession -----------------------------------------------------------------------------------------
 
@@ -293,16 +271,12 @@ class Agent:
                 self._selector.unregister(self.channel)
             self.channel.close()
             self.channel = None
-        if self.stream is not None:
-            self.stream.abort()  # the rest never comes
-            with self._lock:
-                self.worker.give_up(self.stream.pending, "its process ended before it was streamed")
-            self.stream = None
+        self._streaming.drop("its process ended before it was streamed")
         self._drop_incomplete()
         with self._lock:
             if not self._closing:
                 self.worker.queue.want_newest()
-            pending = len([item for item in self.worker.queue.items if not item.is_done])
+            pending = len([item for item in self.worker.queue.items if not item.is_over])
         if not self._closing:
             facts = self.paths.progress, pid, pending
             self._teller = threading.Thread(target=self.worker.tell_death, args=facts, daemon=True)
@@ -324,8 +298,7 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             while channel.fill():
                 pass
-        while (message := channel.next_buffered()) is not None:
-            getattr(self, "_do_" + message["type"])(message)
+        self._do_all(channel)
 
     def _on_successors(self) -> None:
         """Somebody asks for the memory of a dead trainer."""
@@ -335,20 +308,19 @@ class Agent:
     def _answer(self, channel: Channel) -> None:
         try:
             received = channel.receive()
-            wish = None if received is None else received[0].get("type")
-            if received is None or wish not in ("adopt", "peek"):
+            if received is None or not isinstance(received[0], protocol.Peek):
                 channel.close()
                 return
-            is_peek = wish == "peek"
+            wish, is_peek = received[0], not isinstance(received[0], protocol.Adopt)
             is_taken = self._closing or (self._is_offering and not is_peek)
             trainer = self.trainer.pid if self._is_greeted or not is_peek else 0
-            refusal = why_refused(received[0], trainer=trainer, is_closing=is_taken)
+            refusal = why_refused(wish, trainer=trainer, is_closing=is_taken)
             if refusal is not None:
-                channel.send({"type": "refused", "reason": refusal, "trainer": self.trainer.pid})
+                channel.send(protocol.NoOffer(refusal, self.trainer.pid))
                 channel.close()
                 return
-            self._offer(channel, 0 if is_peek else received[0]["pid"])
-        except OSError:
+            self._offer(channel, 0 if is_peek else wish.pid)
+        except (OSError, MessageError):  # it is gone, or of another version
             channel.close()
 
     def _offer(self, channel: Channel, pid: int) -> None:
@@ -357,13 +329,13 @@ class Agent:
             complete = self.worker.queue.complete()
         self._is_offering = self._is_offering or pid != 0
 
-        def ready(offer: Message, fds: list[int]) -> None:
+        def ready(offer: protocol.Offer, fds: list[int]) -> None:
             self._calls.put(lambda: self._hand_over(channel, pid, offer, fds))
             os.eventfd_write(self.worker.wake, 1)
 
         offer_later(complete, ready, self.worker.wait_symbols)
 
-    def _hand_over(self, channel: Channel, pid: int, offer: Message, fds: list[int]) -> None:
+    def _hand_over(self, channel: Channel, pid: int, offer: protocol.Offer, fds: list[int]) -> None:
         """The successor becomes our trainer when it says hello on this connection."""
         if not pid:
             with contextlib.suppress(OSError):  # it is gone

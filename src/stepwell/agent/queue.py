@@ -10,163 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
 
-from stepwell.handover.memory import FROZEN, Arena
-from stepwell.storage.format.record import LeafEntry, Record, load_absent
-from stepwell.types import CheckpointId, Owner
-
-_POLL_SECONDS: Final = 0.0015
-_LAYOUTS: Final = 2
-
-
-class AbandonedError(Exception):
-    """A snapshot that was being written ahead of its completion came to nothing. No failure: nobody was promised it."""
-
-
-@dataclass(frozen=True)
-class AgentLayout:
-    """The part of a record that stays the same from snapshot to snapshot."""
-
-    number: int
-    nbytes: int
-    frozen_bytes: int
-    leaves: tuple[LeafEntry, ...]
-    versions: dict[str, str]
-    elsewhere: tuple[LeafEntry, ...] | None = None
-    partners: tuple[int, ...] = ()
-
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> AgentLayout:
-        """As the trainer sent it."""
-        leaves = tuple(_leaf(**leaf) for leaf in message["leaves"])
-        absent = message.get("elsewhere")
-        return cls(
-            message["id"],
-            message["nbytes"],
-            message["frozen_bytes"],
-            leaves,
-            message["versions"],
-            None if absent is None else tuple(load_absent(item, "the trainer") for item in absent),
-            tuple(message.get("partners") or ()),
-        )
-
-
-def _leaf(**fields: Any) -> LeafEntry:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    return LeafEntry(**values)
-
-
-class Layouts:
-    """The newest of each kind, and the one before. A state that changes its form brings one with each snapshot.
-
-    A snapshot refers to the newest of its kind when it is announced, and keeps it.
-    """
-
-    def __init__(self) -> None:
-        self._of_kind: dict[bool, dict[int, AgentLayout]] = {}
-
-    def add(self, message: dict[str, Any]) -> None:
-        """As the trainer sent it. One that is partial describes what goes beside symbols."""
-        known = self._of_kind.setdefault(message.get("is_partial", False), {})
-        known[message["id"]] = AgentLayout.from_message(message)
-        for number in sorted(known)[:-_LAYOUTS]:
-            del known[number]
-
-    def __getitem__(self, number: int) -> AgentLayout:
-        return {**self._of_kind.get(False, {}), **self._of_kind.get(True, {})}[number]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._of_kind.values()))
-
-
-@dataclass(eq=False)
-class Pending:
-    """One snapshot on its way. `meta` is the trainer's begin message."""
-
-    run: str
-    id: CheckpointId
-    owner: Owner
-    sequence: int
-    slot: int
-    arena: Arena
-    layout: AgentLayout
-    meta: dict[str, Any]
-    failures: int = 0
-    not_before: float = 0.0
-    record: Record | None = None
-    written_at: float | None = None
-    """Since when this rank's part is durable, and the others are waited for."""
-    is_done: bool = False
-    is_dropped: bool = False
-    is_wanted: bool = field(init=False)
-    """Whether it is to be written. If not it only waits in memory, for a successor."""
-    is_delta: bool = field(init=False)
-    """Whether what changed goes into a chain."""
-    is_symbols: bool = field(init=False)
-    """Whether that came coded: then it is no state, and no other record can take its place."""
-    is_coded: bool = False
-    is_held: bool = False
-    """It is being read for a chain: its slot is not free, whatever became of it."""
-
-    def __post_init__(self) -> None:
-        self.is_wanted, self.is_delta = self.meta.get("durable", True), self.meta.get("delta", False)
-        self.is_symbols = "symbols" in self.meta
-
-    @property
-    def is_complete(self) -> bool:
-        """All bytes and the guard's verdict are in memory, the frozen image included."""
-        frozen: int = self.meta["frozen"]
-        return self.arena.is_complete(self.slot, self.sequence) and (
-            not frozen or self.arena.is_complete(FROZEN, frozen)
-        )
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Neither complete nor written: without its trainer it comes to nothing."""
-        return self.written_at is None and not self.is_complete
-
-    @property
-    def is_void(self) -> bool:
-        """The guard threw it away."""
-        return self.arena.is_void(self.slot, self.sequence)
-
-    @property
-    def has_begun(self) -> bool:
-        """Some of its bytes are final, and nothing speaks against it so far."""
-        return not self.failures and not self.is_dropped and not self.is_void and self._ready_bytes() > 0
-
-    def _ready_bytes(self) -> int:
-        if self.is_complete:
-            return self.layout.nbytes
-        return self.arena.filled(self.slot, self.sequence)
-
-    def arrive(self, nbytes: int) -> float:
-        """Wait until so many leading bytes are final; returns for how long. Raises AbandonedError if they never are."""
-        return self._wait(lambda: self._ready_bytes() >= nbytes)
-
-    def wait_complete(self) -> None:
-        """Wait until it counts. Raises AbandonedError if it does not."""
-        self._wait(lambda: self.is_complete)
-
-    def _wait(self, is_there: Callable[[], bool]) -> float:
-        if is_there():
-            return 0.0
-        started = time.monotonic()
-        while not is_there():
-            if self.is_dropped or self.is_void:
-                raise AbandonedError
-            time.sleep(_POLL_SECONDS)
-        return time.monotonic() - started
-
-    def suspect(self) -> str | None:
-        """Name of the first non-finite leaf, if any."""
-        found = self.arena.suspects(self.slot)
-        if not found.leaves:
-            return None
-        name = self.layout.leaves[found.first].name if found.first < len(self.layout.leaves) else "?"
-        return f"{found.leaves} non-finite, first {name}"
+from stepwell.agent.pending import Pending, Stage
+from stepwell.types import CheckpointId
 
 
 def _sequence(item: Pending) -> int:
@@ -195,9 +41,11 @@ class PendingQueue:
         self.items.sort(key=lambda item: item.sequence)
 
     def _keep(self, test: Callable[[Pending], bool]) -> None:
+        kept = [item for item in self.items if test(item)]
         for item in self.items:
-            item.is_dropped = not test(item)
-        self.items = [item for item in self.items if not item.is_dropped]
+            if item not in kept and not item.is_over:
+                item.ended = Stage.DROPPED
+        self.items = kept
 
     def collect(self, busy: Pending | None) -> list[Pending]:
         """Remove what is void, done or given up; return it, so that its slots can be released.
@@ -212,8 +60,8 @@ class PendingQueue:
             given_up = item.failures > 0 and item.is_complete and (has_newer or in_the_way)
             is_used_up = item.is_coded if item.is_symbols else has_newer or in_the_way
             is_over = item.is_void or given_up or (not item.is_wanted and is_used_up)
-            is_written = item.written_at is not None  # the leader may be about to commit it
-            if not item.is_held and (item.is_done or (item is not busy and not is_written and is_over)):
+            is_written = item.stage is Stage.WRITTEN  # the leader may be about to commit it
+            if not item.is_held and (item.is_over or (item is not busy and not is_written and is_over)):
                 self.items.remove(item)
                 out.append(item)
         return out
@@ -232,7 +80,7 @@ class PendingQueue:
     def next_due(self, now: float | None = None) -> Pending | None:
         """The oldest complete snapshot whose time has come; if there is none complete, one whose bytes arrive."""
         now = time.monotonic() if now is None else now
-        waiting = [item for item in self.items if item.is_wanted and not item.is_done and item.written_at is None]
+        waiting = [item for item in self.items if item.is_wanted and item.stage in (Stage.ARRIVING, Stage.COMPLETE)]
         for item in waiting:
             if item.is_complete:
                 return item if item.not_before <= now else None
@@ -240,15 +88,15 @@ class PendingQueue:
 
     def written(self) -> list[Pending]:
         """Those whose part is durable here, while other ranks still write theirs."""
-        return [item for item in self.items if item.written_at is not None and not item.is_done]
+        return [item for item in self.items if item.stage is Stage.WRITTEN]
 
     def is_waiting(self) -> bool:
         """Whether something is still to be written, now or later."""
-        return any(item.is_wanted and not item.is_done for item in self.items)
+        return any(item.is_wanted and not item.is_over for item in self.items)
 
     def is_stuck(self) -> bool:
         """Whether a newer one has no slot, and one that failed may keep its own for long."""
-        return self.is_room_wanted and any(item.failures and not item.is_done for item in self.items)
+        return self.is_room_wanted and any(item.failures and not item.is_over for item in self.items)
 
     def has_symbols(self) -> bool:
         """Whether something that came coded is still to go into its chain."""
@@ -272,7 +120,7 @@ class PendingQueue:
     def has_incomplete(self) -> bool:
         """Whether something that is to be written may still become complete."""
         wanted = [item for item in self.items if item.is_wanted or item.is_delta]
-        return any(not item.is_done and item.is_unfinished for item in wanted)
+        return any(not item.is_over and item.is_unfinished for item in wanted)
 
     def drop_incomplete(self) -> list[Pending]:
         """The trainer is dead: what is not complete never will be. Returns it."""
@@ -295,9 +143,9 @@ class PendingQueue:
 
     def _want(self, chosen: Sequence[Pending]) -> None:
         for item in chosen:
-            if not item.is_wanted and not item.is_done:
+            if not item.is_wanted and not item.is_over:
                 item.is_wanted = True
                 if item not in self.items:
-                    item.is_dropped = False
+                    item.ended = None
                     self.items.append(item)
                     self.items.sort(key=lambda item: item.sequence)

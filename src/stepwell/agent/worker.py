@@ -16,14 +16,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from stepwell.agent.files.writer import Writer
-from stepwell.agent.queue import AbandonedError, Pending, PendingQueue
+from stepwell.agent.pending import AbandonedError, Pending, Stage
+from stepwell.agent.queue import PendingQueue
 from stepwell.agent.target.shared_target import Persister
 from stepwell.errors import FencedError, StateError, StepwellError, VoidError
 from stepwell.events import journal, run_events
-from stepwell.handover.channel import Message
+from stepwell.handover.message import ToTrainer
+from stepwell.handover.protocol import Durable, Flushed, GivesUp, NoPart, Released, Voided, WriteFailed
 from stepwell.storage.format.manifest import Void
 from stepwell.storage.store.paths import RunPaths
 from stepwell.storage.store.progress import read_progress
@@ -54,7 +56,7 @@ class Worker:
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.queue = PendingQueue()
         self.busy: Pending | None = None
-        self.outbox: list[Message] = []
+        self.outbox: list[ToTrainer] = []
         self.lineage = 0
         self.keep = Keep()
         self.log = journal.EventLog(Path(os.devnull), who="agent")
@@ -70,8 +72,8 @@ class Worker:
         self._voids: list[_Word] = []
 
     def serve(
-        self, paths: RunPaths, owner: Owner, lineage: int, keep: Keep, patience: float, levels: Message | None = None,
-        deltas: Message | None = None,
+        self, paths: RunPaths, owner: Owner, lineage: int, keep: Keep, patience: float,
+        levels: dict[str, Any] | None = None, deltas: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """A trainer said hello: this is its run.
 
@@ -208,7 +210,7 @@ class Worker:
             return self._rehold
         return self._sweep if self._sweeps_due else None
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: ToTrainer) -> None:
         """Under the lock."""
         self.outbox.append(message)
         os.eventfd_write(self.wake, 1)
@@ -261,7 +263,7 @@ class Worker:
         """This rank's part is durable: its slot is free. What becomes of the checkpoint depends on the others."""
         with self.lock:
             pending.written_at = pending.not_before = time.monotonic()
-            self.outbox.append({"type": "released", "sequence": pending.sequence, "is_over": False})
+            self.outbox.append(Released(pending.sequence, is_over=False))
         os.eventfd_write(self.wake, 1)
 
     def _follow(self, written: Sequence[Pending]) -> None:
@@ -277,7 +279,7 @@ class Worker:
             with self.lock:
                 self.busy = item
             self._look(item)
-            if self._is_leader and not item.is_done and item.id.lineage == self.lineage:
+            if self._is_leader and not item.is_over and item.id.lineage == self.lineage:
                 return
 
     def _waited(self, pending: Pending) -> float:
@@ -304,8 +306,7 @@ class Worker:
         if not pending.owner.is_alone and pending.is_wanted:
             self.say_void(Void(pending.run, pending.id, pending.owner.rank, reason))
             # Should this process die before that is done, its trainer says it to the next one.
-            where = {"step": pending.id.step, "repeat": pending.id.repeat}
-            self.outbox.append({"type": "gives_up", "void": {"type": "void", **where, "reason": reason}})
+            self.outbox.append(GivesUp(NoPart(pending.id.step, pending.id.repeat, reason)))
 
     def say_void(self, void: Void) -> None:
         """The trainer could not even begin. Under the lock."""
@@ -326,16 +327,15 @@ class Worker:
         with self.lock:
             self._voids = [other for other in self._voids if other is not word] + ([again] if again else [])
             if again is None:
-                self.outbox.append({"type": "voided", "step": word.void.id.step, "repeat": word.void.id.repeat})
+                self.outbox.append(Voided(word.void.id.step, word.void.id.repeat))
         os.eventfd_write(self.wake, 1)
 
     def after_commit(self, pending: Pending, seconds: float) -> None:
         """Tell the trainer, then make room on disk."""
         with self.lock:
-            pending.is_done = True
-            facts = {"sequence": pending.sequence, "step": pending.id.step, "directory": pending.id.directory}
-            facts["degraded"] = self.persister.why_degraded(pending.id)
-            self.outbox.append({"type": "durable", **facts, "seconds": seconds})
+            pending.ended, degraded = Stage.COMMITTED, self.persister.why_degraded(pending.id)
+            about = pending.sequence, pending.id.step, pending.id.directory
+            self.outbox.append(Durable(*about, seconds, degraded))
         os.eventfd_write(self.wake, 1)
         is_clean = not self.persister.may_prune
         with contextlib.suppress(OSError, StepwellError):  # told by its own event; there is always a next time
@@ -349,7 +349,7 @@ class Worker:
     def _note_flushed(self, id: CheckpointId) -> None:
         """The flusher's thread: a checkpoint is in the shared place."""
         with self.lock:
-            self.outbox.append({"type": "flushed", "step": id.step})
+            self.outbox.append(Flushed(id.step))
         os.eventfd_write(self.wake, 1)
 
     def note_failure(self, pending: Pending, error: Exception, *, final: bool) -> None:
@@ -362,11 +362,11 @@ class Worker:
         with self.lock:
             pending.failures += 1
             pending.not_before = time.monotonic() + delay
-            pending.is_done = final
+            pending.ended = Stage.GIVEN_UP if final else pending.ended
             if self.chainer is not None:
                 self.chainer.make_room()
-            facts = {"sequence": pending.sequence, "step": pending.id.step, "error": str(error), "final": final}
-            kinds = {"fenced": isinstance(error, FencedError), "void": isinstance(error, VoidError)}
-            kinds["drift"] = bool(isinstance(error, VoidError) and error.fields.get("is_drift"))
-            self.outbox.append({"type": "failed", **facts, **kinds, "lineage": pending.id.lineage})
+            is_void, is_fenced = isinstance(error, VoidError), isinstance(error, FencedError)
+            has_drifted = isinstance(error, VoidError) and bool(error.fields.get("is_drift"))
+            about = pending.sequence, pending.id.step, pending.id.lineage, str(error)
+            self.outbox.append(WriteFailed(*about, final, fenced=is_fenced, void=is_void, drift=has_drifted))
         os.eventfd_write(self.wake, 1)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from stepwell.events.run_events import Event
-from stepwell.handover.channel import Message
+from stepwell.handover.message import ToTrainer
+from stepwell.handover.protocol import Begin, NoPart, Released, WriteFailed
 
 _MOST_PER_MINUTE: Final = 5
 _FIRST_PAUSE: Final = 5.0
@@ -67,14 +68,14 @@ class Deaths:
         return _MOST_PER_MINUTE + 1
 
 
-def given_up(message: Message, lineage: int, error: str) -> list[Message]:
+def given_up(begun: Begin, lineage: int, error: str) -> list[ToTrainer]:
     """What an agent would have said of a snapshot that it gives up."""
-    about = {"sequence": message["sequence"], "step": message["step"], "lineage": lineage, "error": error}
-    facts = {"final": True, "fenced": False, "void": False, "drift": False}
-    released = {"type": "released", "sequence": message["sequence"], "is_over": True}
-    return [{"type": "failed", **about, **facts}, released]
+    return [
+        WriteFailed(begun.sequence, begun.request.step, lineage, error, final=True),
+        Released(begun.sequence, is_over=True),
+    ]
 
 
-def void_of(message: Message, reason: str) -> Message:
+def void_of(begun: Begin, reason: str) -> NoPart:
     """What the other ranks are to hear of it."""
-    return {"type": "void", "step": message["step"], "repeat": message["repeat"], "reason": reason}
+    return NoPart(begun.request.step, begun.request.repeat, reason)

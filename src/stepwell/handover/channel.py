@@ -1,7 +1,7 @@
-"""Messages between trainer and agent: length, JSON, and file descriptors beside it.
+"""How messages travel between trainer and agent: length, JSON, and file descriptors beside it.
 
 Owns:    framing, descriptor passing, and the check of who is at the other end.
-Not:     where a lingering agent can be found (address).
+Not:     what they say (protocol), where a lingering agent can be found (agent_address).
 Holds:   a message is either whole or not there; what was sent before a SIGKILL still arrives.
 """
 
@@ -9,24 +9,15 @@ from __future__ import annotations
 
 import array
 import contextlib
-import json
 import os
 import select
 import socket
 import struct
 import time
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-Message = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A value of a message that is JSON already. It stands at the top of the message, not inside another value."""
-
-    text: str
-
+from stepwell.handover.message import Message, decode, encode
+from stepwell.handover.protocol import KINDS
 
 _LENGTH: Final = struct.Struct("<Q")
 _MAX_MESSAGE: Final = 1 << 30
@@ -62,7 +53,10 @@ class Channel:
                 ancillary = []
 
     def receive(self) -> tuple[Message, list[int]] | None:
-        """Block for the next message and the descriptors that came so far; None at the end of the stream."""
+        """Block for the next message and the descriptors that came so far; None at the end of the stream.
+
+        Raises MessageError for one that cannot be understood.
+        """
         while True:
             message = self.next_buffered()
             if message is not None:
@@ -95,7 +89,7 @@ class Channel:
         return bool(data)
 
     def next_buffered(self) -> Message | None:
-        """A message that has fully arrived, or None."""
+        """A message that has fully arrived, or None. Raises MessageError; the next one can be read all the same."""
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
@@ -104,9 +98,9 @@ class Channel:
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
-        message: Message = json.loads(self._buffer[_LENGTH.size : end])
+        body = bytes(self._buffer[_LENGTH.size : end])
         del self._buffer[:end]
-        return message
+        return decode(body, KINDS)
 
     def take_fds(self, count: int) -> list[int]:
         """The first descriptors that nobody took yet: they come in the order of their messages."""
@@ -118,16 +112,6 @@ class Channel:
         self.socket.close()
         for fd in self.take_fds(len(self._fds)):
             os.close(fd)
-
-
-def encode(message: Message) -> str:
-    """As JSON."""
-    pairs = (f"{json.dumps(key)}:{_text(value)}" for key, value in message.items())
-    return "{" + ",".join(pairs) + "}"
-
-
-def _text(value: Any) -> str:
-    return value.text if isinstance(value, Encoded) else json.dumps(value, separators=(",", ":"))
 
 
 def is_same_user(sock: socket.socket) -> bool:

@@ -19,8 +19,10 @@ from typing import Final
 
 from stepwell.errors import AgentError
 from stepwell.events import journal, run_events
+from stepwell.handover import protocol
 from stepwell.handover.agent_deaths import AgentsFail, Deaths, given_up, void_of
-from stepwell.handover.channel import Channel, Message
+from stepwell.handover.channel import Channel
+from stepwell.handover.message import Heard, Message, ToTrainer, expect
 from stepwell.handover.spawn import Process, end_process, has_died, leave_process, start_process
 
 _START_TRIES: Final = 5
@@ -37,28 +39,28 @@ class AgentClient:
 
     def __init__(self, log: journal.EventLog) -> None:
         self._log = log
-        self._on_message: Callable[[Message], None] = lambda message: None
-        self._hello: Message = {}
-        self._serving: tuple[Message, int] | None = None
+        self._on_message: Callable[[Heard], None] = lambda message: None
+        self._hello: protocol.Hello | None = None
+        self._serving: tuple[protocol.Serve, int] | None = None
         self._served: Channel | None = None
         self._process: Process | None = None
         self._channel: Channel | None = None
         self._lock = threading.RLock()
-        self._arenas: dict[int, tuple[Message, int]] = {}
-        self._layouts: dict[int, Message] = {}
-        self._begun: dict[int, Message] = {}
-        self._voids: dict[tuple[int, int], Message] = {}
-        self._closing: Message | None = None
+        self._arenas: dict[int, tuple[protocol.NewArena, int]] = {}
+        self._layouts: dict[int, protocol.NewLayout] = {}
+        self._begun: dict[int, protocol.Begin] = {}
+        self._voids: dict[tuple[int, int], protocol.NoPart] = {}
+        self._closing: protocol.Close | None = None
         self._ended = threading.Event()
         self._hurried = threading.Event()
         self._thread: threading.Thread | None = None
         self.is_started = self._is_greeted = self._is_hurried = self._is_over = False
         self._silent_seconds = _SILENT_SECONDS
-        self.offer: tuple[Message, list[int]] | None = None
+        self.offer: tuple[protocol.Offer, list[int]] | None = None
         self._deaths = Deaths()
         self.pid = 0
 
-    def start(self, hello: Message, on_message: Callable[[Message], None] = lambda message: None) -> None:
+    def start(self, hello: protocol.Hello, on_message: Callable[[Heard], None] = lambda message: None) -> None:
         """Start an agent, or take over the adopted one. Returns when it answered. Raises AgentError."""
         self._hello, self._on_message = hello, on_message
         with self._lock:
@@ -87,9 +89,9 @@ class AgentClient:
             with contextlib.suppress(AgentError):
                 self._spawn()
 
-    def serve(self, message: Message, fd: int) -> None:
+    def serve(self, message: protocol.Serve, fd: int) -> None:
         """Let this agent, and each that follows it, serve other nodes at this socket, of which a copy is kept."""
-        self._serving = ({"type": "serve", **message}, os.dup(fd))
+        self._serving = (message, os.dup(fd))
         if self._channel is not None:
             with contextlib.suppress(OSError):  # `start` finds that out
                 self._say_serve(self._channel)
@@ -111,9 +113,9 @@ class AgentClient:
                 self.give_up()
             raise
 
-    def adopt(self, channel: Channel, offer: Message, fds: list[int]) -> None:
+    def adopt(self, channel: Channel, offer: protocol.Offer, fds: list[int]) -> None:
         """Use the agent of a dead trainer. Comes before `start`, and a restore that is refused may come in between."""
-        self._channel, self.pid = channel, offer["agent"]
+        self._channel, self.pid = channel, offer.agent
         self.offer = (offer, fds)
 
     def _spawn(self) -> None:
@@ -122,12 +124,12 @@ class AgentClient:
 
     def _greet(self) -> None:
         channel, deadline = self._channel, time.monotonic() + _START_SECONDS
-        assert channel is not None
+        assert channel is not None and self._hello is not None
         try:
             self._say_serve(channel)
             channel.send(self._hello)
             answer = None
-            while answer is None or answer["type"] != "ready":
+            while not isinstance(answer, protocol.Ready):
                 answer = channel.next_buffered()  # an adopted one may still have told of its old trainer's snapshots
                 if answer is not None:
                     continue
@@ -150,54 +152,50 @@ class AgentClient:
 
     # -- saying things ------------------------------------------------------------------------------------------------
 
-    def send_arena(self, shape: Message, fd: int) -> None:
+    def send_arena(self, message: protocol.NewArena, fd: int) -> None:
         """Hand an arena over. A copy of `fd` is kept while this may have to be said again."""
-        message = {"type": "arena", **shape}
         with self._lock:
-            self._arenas[shape["generation"]] = (message, os.dup(fd))
+            self._arenas[message.generation] = (message, os.dup(fd))
             self._send(message, [fd])
             self._forget_old()
 
-    def send_layout(self, layout: Message) -> None:
+    def send_layout(self, message: protocol.NewLayout) -> None:
         """Describe the leaves once; snapshots refer to it by number."""
-        message = {"type": "layout", **layout}
         with self._lock:
-            self._layouts[layout["id"]] = message
+            self._layouts[message.id] = message
             self._send(message)
             self._forget_old()
 
     def _forget_old(self) -> None:
         """Keep the newest arena and layout, and those that snapshots on their way refer to."""
-        arenas = {message["generation"] for message in self._begun.values()} | {max(self._arenas, default=0)}
-        layouts = {message["layout"] for message in self._begun.values()}
+        arenas = {message.generation for message in self._begun.values()} | {max(self._arenas, default=0)}
+        layouts = {message.layout for message in self._begun.values()}
         for is_partial in (False, True):  # one of whole states, and one of what goes with symbols
-            layouts |= {
-                max((n for n, each in self._layouts.items() if each.get("is_partial", False) is is_partial), default=0)
-            }
+            layouts |= {max((n for n, each in self._layouts.items() if each.is_partial is is_partial), default=0)}
         for generation in self._arenas.keys() - arenas:
             os.close(self._arenas.pop(generation)[1])
         for number in self._layouts.keys() - layouts:
             del self._layouts[number]
 
-    def begin(self, message: Message) -> None:
+    def begin(self, message: protocol.Begin) -> None:
         """Announce a snapshot whose bytes are about to arrive in the arena, in the place of what its slot held."""
-        place = message["generation"], message["slot"]
+        place = message.generation, message.slot
         with self._lock:
             for number, begun in list(self._begun.items()):
-                if (begun["generation"], begun["slot"]) == place and not begun.get("written"):
+                if (begun.generation, begun.slot) == place and not begun.written:
                     del self._begun[number]
-            self._begun[message["sequence"]] = message
+            self._begun[message.sequence] = message
             self._send(message)
 
-    def note_written(self, message: Message) -> None:
+    def note_written(self, message: protocol.Begin) -> None:
         """A streamed part is durable: another agent would have to look after those of the other ranks."""
         with self._lock:
-            self._begun[message["sequence"]] = {**message, "written": True}
+            self._begun[message.sequence] = replace(message, written=True)
 
-    def say_void(self, message: Message) -> None:
+    def say_void(self, message: protocol.NoPart) -> None:
         """This rank has no part in a checkpoint. Said again until it is done: the other ranks wait for it."""
         with self._lock:
-            self._voids[message["step"], message["repeat"]] = message
+            self._voids[message.step, message.repeat] = message
             self._send(message)
 
     def send(self, message: Message) -> None:
@@ -232,7 +230,7 @@ class AgentClient:
         channel = self._channel
         message = None if channel is None else self._hear(channel)
         if message is not None:
-            return self._note(message)
+            return self._note(expect(message, ToTrainer))
         is_done = self._closing is not None and not self._begun and not self._voids
         return not (is_done or self._is_over) and self._replace()
 
@@ -256,7 +254,7 @@ class AgentClient:
                     return None
                 if not asked and silent >= self._silent_seconds / 4:
                     asked = True
-                    self.send({"type": "ping"})
+                    self.send(protocol.Ping())
         return None
 
     def _kill(self, why: str) -> None:
@@ -264,47 +262,44 @@ class AgentClient:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
-    def _note(self, message: Message) -> bool:
+    def _note(self, message: ToTrainer) -> bool:
         """Remember what another agent would not have to be told, and pass it on. False: this was the last one."""
-        sequence: int = message.get("sequence", 0)
-        if message["type"] in ("gives_up", "voided"):
-            self._note_void(message)
-            return True
-        if message["type"] == "released" and not message["is_over"]:
-            with self._lock:  # its slot is filled anew; another agent would only have to look after the others
-                if sequence in self._begun:
-                    self._begun[sequence] = {**self._begun[sequence], "written": True}
-        elif message["type"] == "released" or (message["type"] == "failed" and message["final"]):
-            with self._lock:
-                self._begun.pop(sequence, None)
-                self._forget_old()
-        elif message["type"] == "durable":
-            self._deaths.note_durable()
-        elif message["type"] == "bye":
-            return False
-        if message["type"] != "pong":
+        match message:
+            case protocol.Bye():
+                return False
+            case protocol.GivesUp(void):  # before it tells the other ranks
+                with self._lock:
+                    self._voids[void.step, void.repeat] = void
+                return True
+            case protocol.Voided():
+                with self._lock:
+                    self._voids.pop((message.step, message.repeat), None)
+                return True
+            case protocol.Released(sequence, is_over=False):
+                with self._lock:  # its slot is filled anew; another agent would only have to look after the others
+                    if sequence in self._begun:
+                        self.note_written(self._begun[sequence])
+            case protocol.Released(sequence, is_over=True) | protocol.WriteFailed(sequence, final=True):
+                with self._lock:
+                    self._begun.pop(sequence, None)
+                    self._forget_old()
+            case protocol.Durable():
+                self._deaths.note_durable()
+        if not isinstance(message, protocol.Pong):
             self._tell(message)
         return True
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: Heard) -> None:
         try:
             self._on_message(message)
         except Exception:
-            run_events.logger.exception("a message of the agent was not understood: %s", message["type"])
-
-    def _note_void(self, message: Message) -> None:
-        """The agent is about to tell the other ranks that this one has no part in a checkpoint, or has done so."""
-        with self._lock:
-            if message["type"] == "gives_up":
-                self._voids[message["void"]["step"], message["void"]["repeat"]] = message["void"]
-            else:
-                self._voids.pop((message["step"], message["repeat"]), None)
+            run_events.logger.exception("a message of the agent was not understood: %s", type(message).__name__)
 
     def _replace(self) -> bool:
         """The agent died: start another one and tell it everything that is not durable yet. False: the run ends."""
         old, pause = self.pid, self._deaths.note()
         if pause and self._is_hurried:
-            self._tell({"type": "lost"})
+            self._tell(protocol.Lost())
             return False
         status = self._start_another(AgentsFail(deaths=self._deaths.count, given_up=0, seconds=pause))
         if status is None:
@@ -313,7 +308,9 @@ class AgentClient:
             self._is_greeted = True
             # In the order in which it was said first (all numbers come from one counter): an arena that no snapshot
             # uses is dropped when a newer one arrives.
-            said = {number: (message, [fd]) for number, (message, fd) in self._arenas.items()}
+            said: dict[int, tuple[Message, list[int]]] = {
+                number: (message, [fd]) for number, (message, fd) in self._arenas.items()
+            }
             said |= {number: (message, []) for number, message in (*self._layouts.items(), *self._begun.items())}
             for number in sorted(said):
                 self._send(*said[number])
@@ -323,7 +320,7 @@ class AgentClient:
                 self._send(self._closing)
             resent = len(self._begun)
         self._log.emit(run_events.AgentDeath(pid=old, status=status, resent=resent))
-        self._tell({"type": "replaced", "pid": self.pid})
+        self._tell(protocol.Replaced(self.pid))
         return True
 
     def _start_another(self, failing: AgentsFail) -> str | None:
@@ -353,16 +350,19 @@ class AgentClient:
 
     def _give_snapshots_up(self, failing: AgentsFail) -> None:
         """What kills one agent after the other may be one of these. The other ranks are told to wait for none."""
+        hello = self._hello
+        assert hello is not None
         with self._lock:
-            lost = [message for message in self._begun.values() if not message.get("written")]
+            lost = [message for message in self._begun.values() if not message.written]
             for message in lost:
-                del self._begun[message["sequence"]]
-                if self._hello["world_size"] > 1 and message.get("durable", True):
-                    self._voids[message["step"], message["repeat"]] = void_of(message, failing.reason())
+                del self._begun[message.sequence]
+                if hello.world_size > 1 and message.request.durable:
+                    void = void_of(message, failing.reason())
+                    self._voids[void.step, void.repeat] = void
             self._forget_old()
         self._log.emit(replace(failing, given_up=len(lost)))
         for message in lost:
-            for word in given_up(message, self._hello["lineage"], failing.reason()):
+            for word in given_up(message, hello.lineage, failing.reason()):
                 self._tell(word)
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ class AgentClient:
         if not self.is_started:
             return True  # there never was one, or it was given up
         with self._lock:
-            self._closing = {"type": "close", "seconds": seconds}
+            self._closing = protocol.Close(seconds)
             self._send(self._closing)
         self.hurry(seconds)
         finished = self._ended.wait(seconds + _END_SECONDS)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from stepwell.agent.offer import PROTOCOL
 from stepwell.errors import ConfigError
 from stepwell.events import run_events
 from stepwell.handover.agent_address import connect, find_agents, place
-from stepwell.handover.channel import Channel, Message, is_stopped
+from stepwell.handover.channel import Channel, is_stopped
+from stepwell.handover.message import MessageError, ToSuccessor, expect
+from stepwell.handover.protocol import PROTOCOL, Adopt, NoOffer, Offer, Peek
 from stepwell.storage.store.paths import RunPaths
 from stepwell.storage.store.run_secret import make_local, read_local
 
@@ -47,21 +48,21 @@ def make_whereabouts(paths: RunPaths, run: str) -> str:
         return ""
 
 
-def peek(where: str, rank: int) -> tuple[Message, list[int]] | None:
+def peek(where: str, rank: int) -> tuple[Offer, list[int]] | None:
     """What another rank's agent on this machine holds, without becoming its trainer; None if there is nothing."""
-    found = _ask(where, rank, "peek")
+    found = _ask(where, rank, Peek(PROTOCOL, os.getpid()))
     if found is None:
         return None
     found[0].close()
     return found[1], found[2]
 
 
-def find_orphan(where: str, rank: int) -> tuple[Channel, Message, list[int]] | None:
+def find_orphan(where: str, rank: int) -> tuple[Channel, Offer, list[int]] | None:
     """A lingering agent of this run whose trainer is dead, with what it offers; None if there is none."""
-    return _ask(where, rank, "adopt")
+    return _ask(where, rank, Adopt(PROTOCOL, os.getpid()))
 
 
-def _ask(where: str, rank: int, wish: str) -> tuple[Channel, Message, list[int]] | None:
+def _ask(where: str, rank: int, wish: Peek) -> tuple[Channel, Offer, list[int]] | None:
     for found in find_agents(where, rank):
         try:
             channel = connect(found, timeout=_CALL_SECONDS)
@@ -77,15 +78,23 @@ def _ask(where: str, rank: int, wish: str) -> tuple[Channel, Message, list[int]]
             channel.close()
             continue
         channel.socket.settimeout(_ANSWER_SECONDS)
-        try:
-            channel.send({"type": wish, "protocol": PROTOCOL, "pid": os.getpid()})
-            received = channel.receive()
-        except OSError:
-            received = None
-        if received is not None and received[0]["type"] == "offer":
+        answer, fds = _answer(channel, wish)
+        if isinstance(answer, Offer):
             channel.socket.settimeout(None)
-            return channel, received[0], received[1]
-        if received is not None and received[0].get("trainer"):
-            run_events.logger.warning("agent not adopted: %s; this process continues from disk", received[0]["reason"])
+            return channel, answer, fds
+        if answer is not None and answer.trainer:
+            run_events.logger.warning("agent not adopted: %s; this process continues from disk", answer.reason)
         channel.close()
     return None
+
+
+def _answer(channel: Channel, wish: Peek) -> tuple[Offer | NoOffer | None, list[int]]:
+    """None: nothing that could be understood; the agent may be of another version."""
+    try:
+        channel.send(wish)
+        received = channel.receive()
+        answer = None if received is None else expect(received[0], ToSuccessor)
+    except (OSError, MessageError):
+        return None, []
+    assert answer is None or isinstance(answer, (Offer, NoOffer))
+    return answer, [] if received is None else received[1]

@@ -12,7 +12,7 @@ from stepwell.errors import VoidError
 from stepwell.storage.format.manifest import Manifest
 from stepwell.storage.format.summary import Summary
 from stepwell.storage.store import assemble
-from stepwell.types import CheckpointId, Owner
+from stepwell.types import CheckpointId, Owner, SaveRequest
 
 _AWAY: Final = "the cache of its node cannot be written: its part is in the shared place"
 States = Mapping[int, Mapping[str, Any]]
@@ -64,7 +64,8 @@ def summaries(run: str, id: CheckpointId, created: float, states: States) -> lis
     ]
 
 
-def make_manifest(run: str, id: CheckpointId, meta: Mapping[str, Any], states: States) -> Manifest:
-    """All ranks hold their parts. `meta`: what the trainer said when it began."""
-    said = {name: meta[name] for name in ("epoch_end", "finished", "name")}
-    return assemble.make_manifest(summaries(run, id, meta["created"], states), **said)
+def make_manifest(run: str, id: CheckpointId, request: SaveRequest, states: States) -> Manifest:
+    """All ranks hold their parts. `request`: as the trainer said when it began."""
+    parts = summaries(run, id, request.created, states)
+    facts = {"epoch_end": request.epoch_end, "finished": request.finished, "name": request.name}
+    return assemble.make_manifest(parts, **facts)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 
 from stepwell.handover.agent_address import find_ranks
-from stepwell.handover.channel import Message
 from stepwell.handover.client import AgentClient
 from stepwell.handover.find_agents import find_orphan, peek
 from stepwell.handover.memory import Arena, ArenaShape
+from stepwell.handover.protocol import Offer
 from stepwell.restore.byte_sources import BlockSource, MemorySource
 from stepwell.restore.whole import Part
 from stepwell.storage.format.record import FileEntry, Record
@@ -46,14 +46,14 @@ class Holdings:
                 holdings._add(*seen)
         return holdings
 
-    def _add(self, offer: Message, fds: list[int]) -> None:
-        if not fds:
+    def _add(self, offer: Offer, fds: list[int]) -> None:
+        if not fds or offer.arena is None:
             return
-        arena = Arena.attach(fds[0], ArenaShape(**offer["arena"]))
+        arena = Arena.attach(fds[0], ArenaShape(**vars(offer.arena)))
         self._arenas.append(arena)
-        for item in offer["snapshots"]:
-            record = Record.load(item["record"].encode(), path="arena")
-            part = _part(arena, record, item["slot"], item["frozen"])
+        for item in offer.snapshots:
+            record = Record.load(item.record.encode(), path="arena")
+            part = _part(arena, record, item.slot, item.frozen)
             self.held.setdefault(record.id, {})[record.owner.rank] = part
 
     def close(self) -> None:

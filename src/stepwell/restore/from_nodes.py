@@ -20,6 +20,7 @@ from stepwell.errors import ConfigError, DamagedError, PeerError, StepwellError,
 from stepwell.events.journal import EventLog
 from stepwell.events.level_events import CacheFailing, CacheMade, LevelsChosen
 from stepwell.handover.client import AgentClient
+from stepwell.handover.protocol import Serve
 from stepwell.levels import cached, first_level
 from stepwell.levels.assignments import Orders, Seat, open_cache, run_cache
 from stepwell.levels.inventory import HeldNode, Inventory, Loss, Place, gather
@@ -126,8 +127,7 @@ class Caches:
         self.place = everywhere[0][2] if len({told[2] for told in everywhere}) == 1 else ""
         self._tell_made([told[3] for told in everywhere])
         if self._socket is not None:
-            facts = {"root": str(self._paths.root), "run": self._run, "secret": self._secret, "tls": node.tls}
-            client.serve(facts, self._socket.fileno())
+            client.serve(Serve(str(self._paths.root), self._run, self._secret, node.tls), self._socket.fileno())
 
     def _tell_made(self, missing: Sequence[Sequence[str]]) -> None:
         """The first rank of each node: its cache was made. A disk that is not mounted would fill that of the system."""

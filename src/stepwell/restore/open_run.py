@@ -15,15 +15,15 @@ import hashlib
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stepwell.errors import ConfigError
 from stepwell.events import journal, run_events
 from stepwell.events.level_events import LevelsUnused
-from stepwell.handover.channel import Message
 from stepwell.handover.client import AgentClient
 from stepwell.handover.find_agents import make_whereabouts
+from stepwell.handover.protocol import Hello
 from stepwell.levels.assignments import Orders
 from stepwell.ranks.groups.consent import each, lead
 from stepwell.ranks.groups.group import Group
@@ -83,30 +83,29 @@ class Reopened:
         host = os.uname().nodename
         return run_events.Start(run=self.run.id, step=step, pid=os.getpid(), agent_pid=agent_pid, host=host, data=data)
 
-    def hello(self, paths: RunPaths, keep: Keep, deltas: Deltas | None = None) -> Message:
+    def hello(self, paths: RunPaths, keep: Keep, deltas: Deltas | None = None) -> Hello:
         """What an agent has to know of the run."""
         wanted = None
         if deltas is not None:
             from stepwell.storage.chain.chain_request import dump
 
             wanted = dump(deltas)
-        return {
-            "type": "hello",
-            "pid": os.getpid(),
-            "run": self.run.id,
-            "root": str(paths.root),
-            "lineage": self.lineage.number,
-            "rank": self.owner.rank,
-            "world_size": self.owner.world_size,
-            "agents": self.agents,
-            "keep": asdict(keep),
-            "restored": "" if self.restored is None or self.is_resized else self.restored.directory,
-            "linger": seconds_from("STEPWELL_LINGER", 60),
-            "storage": seconds_from("STEPWELL_CLOSE_SECONDS", 120),
-            "patience": seconds_from("STEPWELL_GROUP_SECONDS", 600),
-            "levels": None if self.orders is None else self.orders.dump(),
-            "deltas": wanted,
-        }
+        return Hello(
+            pid=os.getpid(),
+            run=self.run.id,
+            root=str(paths.root),
+            lineage=self.lineage.number,
+            rank=self.owner.rank,
+            world_size=self.owner.world_size,
+            agents=self.agents,
+            keep=keep,
+            restored="" if self.restored is None or self.is_resized else self.restored.directory,
+            linger=seconds_from("STEPWELL_LINGER", 60),
+            storage=seconds_from("STEPWELL_CLOSE_SECONDS", 120),
+            patience=seconds_from("STEPWELL_GROUP_SECONDS", 600),
+            levels=None if self.orders is None else self.orders.dump(),
+            deltas=wanted,
+        )
 
 
 def reopen(

@@ -18,10 +18,12 @@ from click.testing import CliRunner
 
 import stepwell
 from stepwell.agent.chainer import Chainer, _Open
-from stepwell.agent.queue import AgentLayout, Pending, PendingQueue
+from stepwell.agent.pending import AgentLayout, Pending, Purpose, Stage
+from stepwell.agent.queue import PendingQueue
 from stepwell.agent.worker import Worker
 from stepwell.events.journal import EventLog, read_events
 from stepwell.handover.memory import PAGE, Arena, ArenaShape
+from stepwell.handover.protocol import Begin, ChainOver, DeltaAppended, Rebased, WriteFailed
 from stepwell.restore.candidates import Candidate, _merge
 from stepwell.restore.from_chain import find_chains
 from stepwell.restore.open_request import Wish
@@ -32,12 +34,12 @@ from stepwell.storage.format.record import LeafEntry
 from stepwell.storage.store.paths import RunPaths
 from stepwell.tools.cli.main import main
 from stepwell.types import CheckpointId, Owner
+from tests.agent.puppet import make_request
 from tests.levels.peer_node import until
 from tests.storage.chain.walk import Wide, chained, crashed, train, train_into_another_chain
 
 LEAVES = [CodedLeaf("w", "float32", (16,), "parameter")]
 ENTRY = LeafEntry("w", 0, "float32", (16,), 0, 64, "parameter", "cpu", (16,), (0,))
-NOTE = {"created": 0.0, "tree": {}}
 
 
 @pytest.fixture
@@ -47,10 +49,12 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-def snapshot(arena: Arena, step: int, **about: Any) -> Pending:
-    meta = {"frozen": 0, "durable": False, "delta": True, **NOTE, **about}
+def snapshot(
+    arena: Arena, step: int, *, durable: bool = False, delta: bool = True, coded: tuple[int, ...] = ()
+) -> Pending:
+    begin = Begin(make_request(step, durable=durable, delta=delta), step, step - 1, 1, 1, 0, coded=coded)
     layout = AgentLayout(1, 64, 0, (ENTRY,), {})
-    item = Pending("run", CheckpointId(step, 0, 1), Owner(), step, step - 1, arena, layout, meta)
+    item = Pending("run", CheckpointId(step, 0, 1), Owner(), arena, layout, begin)
     arena.set_sequence(item.slot, step)
     arena.set_verdict(item.slot, step, is_good=True)
     return item
@@ -69,7 +73,7 @@ def test_one_that_was_overtaken_is_not_coded_late(arena: Arena, tmp_path: Path) 
         for step in (2, 3):
             queue.add(snapshot(arena, step))
     chainer.start()
-    until(lambda: {"type": "delta", "step": 3} in said)
+    until(lambda: DeltaAppended(3) in said)
     with lock:
         assert queue.next_delta() is None
         chainer.close()
@@ -79,7 +83,7 @@ def test_one_that_was_overtaken_is_not_coded_late(arena: Arena, tmp_path: Path) 
 
 def test_what_came_coded_is_in_its_chain_before_a_successor_is_answered(arena: Arena) -> None:
     worker, item = Worker(), snapshot(arena, 1, durable=False, delta=True)
-    item.is_symbols = True
+    item.purpose = Purpose.CODED_DELTA
     worker.queue.add(item)
     worker.chainer = SimpleNamespace(is_busy=False)  # type: ignore[assignment]
     waiting = threading.Thread(target=worker.wait_symbols, daemon=True)
@@ -99,14 +103,14 @@ def _let_go(pending: Pending) -> None:
 def test_a_base_that_is_held_makes_room_while_storage_fails(last: str, arena: Arena, tmp_path: Path) -> None:
     """The other slots may all hold what cannot be written, and a save would wait for ever. In any order."""
     worker = Worker()
-    item, failing = (snapshot(arena, step, durable=True, delta=False, coded=[0]) for step in (1, 2))
+    item, failing = (snapshot(arena, step, durable=True, delta=False, coded=(0,)) for step in (1, 2))
     log = worker.log = EventLog(tmp_path / "events.jsonl", who="agent")
     chainer = worker.chainer = Chainer(
         stepwell.Deltas(device=True), RunPaths(tmp_path), log, 1, lock=worker.lock, queue=worker.queue, say=worker._say
     )
     for each in (item, failing):
         worker.queue.add(each)
-    item.is_done = item.is_held = True
+    item.ended, item.is_held = Stage.COMMITTED, True
     events = {
         "room": worker.make_room,
         "base": lambda: chainer.rebase(item),
@@ -116,9 +120,9 @@ def test_a_base_that_is_held_makes_room_while_storage_fails(last: str, arena: Ar
         assert worker.queue.collect(None) == [], "the trainer is to read it"
         events[name]()
     assert worker.queue.collect(None) == [item]
-    said = [message for message in worker.outbox if message["type"] != "failed"]
-    assert [message["type"] for message in said] == ["rebased", "chain_over"]
-    assert {message["base"] for message in said} == {item.id.directory} and chainer._next is None
+    said = [message for message in worker.outbox if not isinstance(message, WriteFailed)]
+    base = item.id.directory
+    assert said == [Rebased(item.sequence, base), ChainOver(base)] and chainer._next is None
     log.close()
 
 
@@ -131,7 +135,7 @@ def test_a_base_that_came_to_no_record_is_not_asked_for_at_once_again(arena: Are
     def asked_after(step: int, record: int | None = None) -> int:
         chainer.rebase(snapshot(arena, step, durable=True, delta=False))
         if record is not None:
-            assert chainer._append(snapshot(arena, record)) == [{"type": "delta", "step": record}]
+            assert chainer._append(snapshot(arena, record)) == [DeltaAppended(record)]
         chain, chainer._next = chainer._chain or chainer._next, None
         assert chain is not None
         chainer._end(chain, "a failure")
@@ -148,7 +152,7 @@ def test_a_successor_without_deltas_gets_the_slot_back(arena: Arena) -> None:
     worker.persister = SimpleNamespace(persist=lambda pending: True)  # type: ignore[assignment]
 
     def after_commit(pending: Pending, seconds: float) -> None:
-        pending.is_done, worker.chainer = True, None  # it said hello while old checkpoints were removed
+        pending.ended, worker.chainer = Stage.COMMITTED, None  # it said hello while old checkpoints were removed
 
     worker.after_commit = after_commit  # type: ignore[method-assign]
     worker._persist(item)
@@ -163,7 +167,7 @@ def test_what_a_chain_reads_is_not_given_back_by_the_other_thread(arena: Arena) 
     item.is_held = item.is_coded = True
     worker.chainer = SimpleNamespace(rebase=lambda pending: None, is_busy=True)  # type: ignore[assignment]
     worker.persister = SimpleNamespace(persist=lambda pending: True)  # type: ignore[assignment]
-    worker.after_commit = lambda pending, seconds: setattr(pending, "is_done", True)  # type: ignore[method-assign]
+    worker.after_commit = lambda pending, seconds: setattr(pending, "ended", Stage.COMMITTED)  # type: ignore[method-assign]
     worker._persist(item)
     assert worker.queue.collect(None) == []
 

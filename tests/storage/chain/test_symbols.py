@@ -19,6 +19,7 @@ import torch
 
 import stepwell
 from stepwell.errors import RoomError
+from stepwell.handover.protocol import BaseWanted
 from stepwell.restore.from_chain import find_chains
 from stepwell.storage.codecs.coding_groups import AGAIN
 from stepwell.storage.codecs.precoded import _kinds
@@ -258,7 +259,7 @@ def test_where_saves_are_streamed_no_base_is_asked_for(run_dir: Path, coders: li
     train(run, 3)
     run.ckpt._outcomes.collect()
     run.ckpt._outcomes.again.clear()
-    run.ckpt._outcomes.on_agent({"type": "base_due", "reason": "there is no base yet"})
+    run.ckpt._outcomes.on_agent(BaseWanted("there is no base yet"))
     run.ckpt._outcomes.collect()
     assert not run.ckpt._outcomes.again
     assert "streamed" in run.events("delta-skipped")[-1]["reason"]

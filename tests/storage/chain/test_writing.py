@@ -18,9 +18,11 @@ from click.testing import CliRunner
 
 import stepwell
 from stepwell.agent.chainer import Chainer, _Open
-from stepwell.agent.queue import AgentLayout, Pending, PendingQueue
+from stepwell.agent.pending import AgentLayout, Pending
+from stepwell.agent.queue import PendingQueue
 from stepwell.events.journal import EventLog
 from stepwell.handover.memory import PAGE, Arena, ArenaShape
+from stepwell.handover.protocol import Begin
 from stepwell.restore.from_chain import find_chains
 from stepwell.storage.chain import chain_request
 from stepwell.storage.chain.chain_files import list_chains
@@ -30,6 +32,7 @@ from stepwell.storage.store.catalog import scan
 from stepwell.storage.store.paths import RunPaths
 from stepwell.tools.cli.main import main
 from stepwell.types import CheckpointId, Owner
+from tests.agent.puppet import make_request
 from tests.levels.peer_node import until
 from tests.storage.chain.walk import Wide, chained, crashed, train, train_into_another_chain
 
@@ -73,9 +76,9 @@ def arena() -> Iterator[Arena]:
 
 
 def pending(arena: Arena, sequence: int) -> Pending:
-    about = {"frozen": 0, "durable": False, "delta": True}
+    begin = Begin(make_request(sequence, durable=False, delta=True), sequence, sequence - 1, 1, 1, 0)
     layout, id = AgentLayout(1, 100, 0, (), {}), CheckpointId(sequence, 0, 1)
-    item = Pending("run", id, Owner(), sequence, sequence - 1, arena, layout, about)
+    item = Pending("run", id, Owner(), arena, layout, begin)
     arena.set_sequence(item.slot, sequence)
     arena.set_verdict(item.slot, sequence, is_good=True)
     return item

@@ -14,6 +14,7 @@ import torch
 
 import stepwell
 from stepwell import ConfigError, DataError, Every, Keep, Never
+from stepwell.handover.protocol import NoPart
 from stepwell.storage.store.catalog import scan
 from stepwell.storage.store.paths import RunPaths
 from tests.training.loop.small import Small, same
@@ -176,7 +177,7 @@ def test_an_agent_that_does_not_read_does_not_stop_training(run_dir: Path, monke
     for _ in range(400):  # thousands of bytes each: more than the socket holds
         small.update(torch.zeros(4, 8))
         small.ckpt.step(batches=0)
-        small.ckpt._client.send({"type": "make_room", "padding": "x" * 2000})
+        small.ckpt._client.send(NoPart(0, 0, "x" * 2000))
         if small.ckpt.status().agent_pid != agent:
             break
     deadline = time.monotonic() + 60

@@ -13,7 +13,7 @@ import torch
 
 import stepwell
 from stepwell.errors import StateError
-from stepwell.handover.channel import Encoded
+from stepwell.handover.message import Encoded
 from stepwell.storage.format import document, tree
 from stepwell.training.snapshot import refusal
 from stepwell.training.snapshot.layout import make_plan

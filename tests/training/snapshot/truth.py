@@ -68,11 +68,11 @@ def run(case: Case, where: Path, *, steps: int = 7, every: int = 2) -> Outcome:
     )
     take = ckpt._snapshotter.take
 
-    def remembering(flat: Any, meta: Any, *, block: bool) -> Any:
+    def remembering(flat: Any, request: Any, *, block: bool) -> Any:
         ckpt._snapshotter.gate()
         clones = {leaf.name: leaf.tensor.clone().cpu() for leaf in flat.leaves}
-        taken = take(flat, meta, block=True)
-        expected[meta["step"]] = clones
+        taken = take(flat, request, block=True)
+        expected[request.step] = clones
         return taken
 
     ckpt._snapshotter.take = remembering  # type: ignore[method-assign]

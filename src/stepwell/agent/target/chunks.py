@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from stepwell.agent.files.sink import SinkStream
-from stepwell.agent.queue import Pending
+from stepwell.agent.pending import Pending
 from stepwell.agent.target.shared_target import Persister, block_bytes
 from stepwell.errors import PersistError
 from stepwell.storage.format.record import FileEntry

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stepwell.agent.files.writer import Writer
-from stepwell.agent.queue import AbandonedError, Pending
+from stepwell.agent.pending import AbandonedError, Pending
 from stepwell.agent.target.answers import Answers
 from stepwell.agent.target.hearing import Hearing
 from stepwell.agent.target.rank0_decisions import Decisions
@@ -228,8 +228,8 @@ class NodeTarget(Persister):
         degraded = level_verdict.degraded(states)
         since = self.decisions.since_flush(pending.id, self.orders.dead) + 1
         is_due = since >= self.orders.shared.every and self.may_flush()
-        flush = bool(pending.meta.get("flush")) or is_due
-        manifest = level_verdict.make_manifest(pending.run, pending.id, pending.meta, states)
+        flush = pending.request.flush or is_due
+        manifest = level_verdict.make_manifest(pending.run, pending.id, pending.request, states)
         self.decisions.keep(pending.id, manifest.dump(), Level(flush, degraded, 0 if flush else since).dump())
         if degraded.keys() != self._degraded and degraded:
             self.log.emit(Degraded(step=pending.id.step, ranks=sorted(map(int, degraded)), reasons=degraded))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepwell.agent.target.shared_target import Persister
 from stepwell.events import journal
-from stepwell.handover.channel import Message
+from stepwell.handover.protocol import Serve
 from stepwell.storage.store.private_directory import make_private
 
 if TYPE_CHECKING:
@@ -28,16 +28,16 @@ class PeerDoor:
         self._server: PeerServer | None = None
         self._seen: dict[str, int] = {}
 
-    def open(self, message: Message, fd: int) -> None:
+    def open(self, message: Serve, fd: int) -> None:
         """Let others in from now on, in the place of those who were."""
         from stepwell.levels.peers.server import PeerServer
         from stepwell.levels.peers.tls import server_context
 
         self.close()
-        root, run = Path(message["root"]), message["run"]
+        root, run = Path(message.root), message.run
         make_private(root, advice="give Node() another directory")
-        tls, sock = server_context(message["tls"]), socket.socket(fileno=fd)
-        self._server = PeerServer(root, message["secret"], run, self._answer, bind=sock, tls=tls)
+        tls, sock = server_context(message.tls), socket.socket(fileno=fd)
+        self._server = PeerServer(root, message.secret, run, self._answer, bind=sock, tls=tls)
         self._seen = {}
         self._server.start()
 

@@ -17,7 +17,7 @@ from typing import Final
 from stepwell.agent.files.sink import shelf_of
 from stepwell.agent.files.upload import UploadImage
 from stepwell.agent.files.writer import Writer, digest_image
-from stepwell.agent.queue import AbandonedError, Pending
+from stepwell.agent.pending import AbandonedError, Pending
 from stepwell.errors import StepwellError, VoidError
 from stepwell.events import journal, run_events
 from stepwell.faults import crash_point
@@ -114,7 +114,7 @@ class Persister:
     def finish(self, pending: Pending, entries: list[FileEntry], started: float) -> bool:
         """The state's files are durable: add the user's own, then commit, or leave that to the leader."""
         directory = self.paths.checkpoint(pending.id)
-        entries += [self._attach(pending, directory, *item) for item in sorted(pending.meta["files"].items())]
+        entries += [self._attach(pending, directory, *item) for item in sorted(pending.request.files.items())]
         written = time.monotonic()
         record = make_record(pending, entries)
         self.log.emit(run_events.Persist(step=pending.id.step, nbytes=record.nbytes, seconds=written - started))
@@ -161,7 +161,7 @@ class Persister:
             if not owner.is_leader:
                 assemble.check_void(paths, id)
                 if not files.is_directory(paths.checkpoint(id)):
-                    if pending.meta["name"] is None and assemble.is_outdated(paths, id):
+                    if pending.request.name is None and assemble.is_outdated(paths, id):
                         return True
                     assemble.check_waiting(paths, id)
                 if waited > _FENCE_SECONDS:
@@ -225,7 +225,7 @@ class Persister:
 
     def commit(self, pending: Pending, summaries: Sequence[Summary]) -> None:
         """The manifest: the point where the checkpoint begins to exist."""
-        said = {key: pending.meta[key] for key in ("epoch_end", "finished", "name")}
+        said = {key: getattr(pending.request, key) for key in ("epoch_end", "finished", "name")}
         commit.publish_manifest(self.paths, assemble.make_manifest(summaries, **said))
 
     def _write_live(self, pending: Pending, directory: Location) -> FileEntry:
@@ -237,7 +237,7 @@ class Persister:
 
     def _write_frozen(self, pending: Pending, directory: Location) -> FileEntry:
         name, nbytes = f"{pending.owner.stem}.frozen.safetensors", pending.layout.frozen_bytes
-        key = (pending.arena.shape.generation, pending.meta["frozen"])
+        key = (pending.arena.shape.generation, pending.begin.frozen)
         if self._frozen is not None and self._frozen[0] == key and commit.share_file(self._frozen[1], directory / name):
             self._frozen = (key, directory / name, self._frozen[2])
             return self._frozen[2]
@@ -305,13 +305,13 @@ def make_record(pending: Pending, entries: list[FileEntry]) -> Record:
         run=pending.run,
         id=pending.id,
         owner=pending.owner,
-        created=pending.meta["created"],
+        created=pending.request.created,
         files=tuple(entries),
         leaves=pending.layout.leaves,
-        tree=pending.meta["tree"],
+        tree=pending.request.tree,
         suspect=pending.suspect(),
         versions=pending.layout.versions,
-        copies=pending.meta.get("copies", {}),
+        copies=pending.begin.copies or {},
         elsewhere=pending.layout.elsewhere,
         partners=pending.layout.partners,
     )

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from stepwell.agent.queue import Pending
+from stepwell.agent.pending import Pending
 from stepwell.agent.target.shared_target import Persister
 from stepwell.errors import StepwellError
 from stepwell.events.journal import EventLog

@@ -12,7 +12,19 @@ from typing import Any, Protocol
 
 from stepwell.errors import PersistError
 from stepwell.events import journal
-from stepwell.handover.channel import Message
+from stepwell.handover.message import Heard
+from stepwell.handover.protocol import (
+    BaseWanted,
+    ChainOver,
+    DeltaAppended,
+    Durable,
+    Flushed,
+    Lost,
+    Rebased,
+    Released,
+    Replaced,
+    WriteFailed,
+)
 from stepwell.training.loop.mailbox import Again, Drifted, Mailbox, WantAgain
 from stepwell.training.loop.overdue import Watch
 from stepwell.training.loop.save_handle import Uploads
@@ -125,59 +137,64 @@ class Outcomes:
         self.why_lost = f"the agent of rank {rank} died again and again; see the log of that rank"
         self.uploads.fail_all(PersistError(self.why_lost, rank=rank))
 
-    def on_agent(self, message: Message) -> None:
+    def on_agent(self, message: Heard) -> None:
         """Listening thread: the agent tells what became of a snapshot."""
         assert self._neighbours is not None
-        kind, sequence = message["type"], message.get("sequence", 0)
-        if kind == "durable":
-            self.committed_step, self.degraded = message["step"], message.get("degraded")
-            self.watch.note_committed(message["step"])
-            self.uploads.succeed(sequence, message["directory"])
-        elif kind == "released":
-            self._snapshotter.pool.release(sequence)
-            if message["is_over"]:
-                self.uploads.forget(sequence)
-        elif kind == "failed":
-            self.watch.note_reason(message["error"])
-            if message["fenced"] and message["lineage"] == self.lineage:
-                self.is_fenced = True
-            if message["void"]:
-                self.mailbox.post(WantAgain(Again.VOID))
-            if message["drift"]:
-                self.mailbox.post(Drifted())
-            if message["final"]:
-                self.uploads.fail(sequence, PersistError(message["error"], step=message["step"]))
-        elif kind == "flushed":
-            self.shared_step = message["step"]
-        elif kind == "base_due":
-            # One that is streamed is never in memory, and cannot be the base of a chain.
-            if not self._snapshotter.pool.is_streaming:
-                self.mailbox.post(WantAgain(Again.BASE))
-        elif kind in ("delta", "rebased", "chain_over"):
-            self._on_chain(message)
-        elif kind == "replaced":
-            if self._snapshotter.symbols is not None:
-                self._snapshotter.symbols.on_over()  # the chain went with the agent before
-            self._neighbours.on_new_agent(message["pid"])
-        elif kind == "lost":
-            self.why_lost = "the agent died again and again; see the log above for its error"
-            self.watch.note_reason(self.why_lost)
-            self._snapshotter.pool.release_all()
-            self.uploads.fail_all(PersistError(self.why_lost))
-            self._neighbours.on_no_agent()
+        match message:
+            case Durable(sequence, step, directory):
+                self.committed_step, self.degraded = step, message.degraded
+                self.watch.note_committed(step)
+                self.uploads.succeed(sequence, directory)
+            case Released(sequence):
+                self._snapshotter.pool.release(sequence)
+                if message.is_over:
+                    self.uploads.forget(sequence)
+            case WriteFailed():
+                self._on_failed(message)
+            case Flushed(step):
+                self.shared_step = step
+            case BaseWanted():
+                # One that is streamed is never in memory, and cannot be the base of a chain.
+                if not self._snapshotter.pool.is_streaming:
+                    self.mailbox.post(WantAgain(Again.BASE))
+            case DeltaAppended() | Rebased() | ChainOver():
+                self._on_chain(message)
+            case Replaced(pid):
+                if self._snapshotter.symbols is not None:
+                    self._snapshotter.symbols.on_over()  # the chain went with the agent before
+                self._neighbours.on_new_agent(pid)
+            case Lost():
+                self.why_lost = "the agent died again and again; see the log above for its error"
+                self.watch.note_reason(self.why_lost)
+                self._snapshotter.pool.release_all()
+                self.uploads.fail_all(PersistError(self.why_lost))
+                self._neighbours.on_no_agent()
         if self._snapshotter.pool.is_streaming:
             self._snapshotter.answers.put(message)  # the training thread waits for it
 
-    def _on_chain(self, message: Message) -> None:
+    def _on_failed(self, message: WriteFailed) -> None:
+        """A snapshot could not be written; it may be tried again."""
+        self.watch.note_reason(message.error)
+        if message.fenced and message.lineage == self.lineage:
+            self.is_fenced = True
+        if message.void:
+            self.mailbox.post(WantAgain(Again.VOID))
+        if message.drift:
+            self.mailbox.post(Drifted())
+        if message.final:
+            self.uploads.fail(message.sequence, PersistError(message.error, step=message.step))
+
+    def _on_chain(self, message: DeltaAppended | Rebased | ChainOver) -> None:
         """A chain has begun, has a record more, or is over."""
         symbols = self._snapshotter.symbols
-        if message["type"] == "delta":
-            self.delta_step = message["step"]
+        if isinstance(message, DeltaAppended):
+            self.delta_step = message.step
         if symbols is None:
             return
-        if message["type"] == "delta":
-            symbols.on_appended()
-        elif message["type"] == "rebased":
-            symbols.on_rebased(message["sequence"], message["base"])
-        else:
-            symbols.on_over(message["base"])
+        match message:
+            case DeltaAppended():
+                symbols.on_appended()
+            case Rebased(sequence, base):
+                symbols.on_rebased(sequence, base)
+            case ChainOver(base):
+                symbols.on_over(base)

@@ -9,18 +9,21 @@ Holds:   a save that was not asked for never raises. With many ranks every save 
 from __future__ import annotations
 
 import enum
+import functools
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from stepwell.errors import AgentError, PersistError, StateError
 from stepwell.events import journal, run_events
 from stepwell.events.chain_events import DeltaSkipped
 from stepwell.events.rank_events import SavedAlone
 from stepwell.events.snapshot_events import SnapshotRefused
-from stepwell.handover.channel import Encoded
 from stepwell.handover.client import AgentClient
+from stepwell.handover.message import Encoded
+from stepwell.handover.protocol import NoPart
 from stepwell.ranks.member import Together
 from stepwell.training.data.steps import StepCounter
 from stepwell.training.loop.outcomes import Outcomes
@@ -31,6 +34,7 @@ from stepwell.training.snapshot.inflight import Inflight
 from stepwell.training.snapshot.refusal import StateRefusal
 from stepwell.training.snapshot.snapshotter import Snapshotter
 from stepwell.training.state.capture import Capture
+from stepwell.types import SaveRequest
 
 _APART: Final = 1000
 """With many ranks, repeats of a step count from here, and from multiples of it, for saves that are not of the policy's
@@ -71,7 +75,7 @@ class Saving:
     """Of the last save, of many ranks only if all took it by themselves, and this one did."""
     has_levels: bool = False
     """A save that nobody asked for may stay on the nodes."""
-    _has_deltas: bool = False
+    has_deltas: bool = False
     """What only stays in memory goes into a chain too."""
     _asked_step: int = -1
     _asked: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -83,7 +87,7 @@ class Saving:
 
     def open(self, *, has_levels: bool, has_deltas: bool) -> None:
         """The run is ours."""
-        self.has_levels, self._has_deltas = has_levels, has_deltas
+        self.has_levels, self.has_deltas = has_levels, has_deltas
 
     def take(
         self,
@@ -117,12 +121,11 @@ class Saving:
         taken: Inflight | str
         is_quiet = self._refusal.holds and not block
         try:
-            meta = {"step": step, "repeat": repeat, "durable": durable, "name": name, "files": files or {}}
-            taken = (
-                self._refusal.reason
-                if is_quiet
-                else self._begin(meta, block=block, is_flushed=block and not is_counted)
-            )
+            wish = functools.partial(
+                SaveRequest, step, repeat, name=name, files=files or {}, durable=durable,
+                flush=block and not is_counted, delta=self.has_deltas and not durable,
+            )  # fmt: skip
+            taken = self._refusal.reason if is_quiet else self._begin(step, wish, block=block)
         except Exception as error:
             taken = f"{type(error).__name__}: {error}"  # a failed checkpoint never stops training
             self._failed_step = step
@@ -142,7 +145,7 @@ class Saving:
             if durable:
                 self.outcomes.watch.note_reason(taken)
             self._void(step, repeat, taken, durable=durable)
-            skipped = DeltaSkipped if self._has_deltas and not durable else run_events.SnapshotSkipped
+            skipped = DeltaSkipped if self.has_deltas and not durable else run_events.SnapshotSkipped
             if not is_quiet:
                 self.log.emit(skipped(step=step, reason=taken))
             return None
@@ -164,16 +167,14 @@ class Saving:
         self._asked_step = step if block and not is_counted else self._asked_step
         return handle
 
-    def _begin(self, meta: dict[str, Any], *, block: bool, is_flushed: bool) -> Inflight | str:
+    def _begin(self, step: int, wish: Callable[..., SaveRequest], *, block: bool) -> Inflight | str:
         """Begin a snapshot of the state as it is. Returns it, or why it is put off. Raises StateError and others."""
-        step = meta["step"]
         whole = self.capture.flatten(self.own.capture())
         self.pace.know(whole, step)
-        meta |= {"created": time.time(), "tree": Encoded(whole.text())}
-        meta |= {"epoch_end": self.own.is_epoch_end, "finished": self.own.is_finished}
-        meta |= {"flush": is_flushed, "delta": self._has_deltas and not meta["durable"]}
+        created, is_epoch_end, is_finished = time.time(), self.own.is_epoch_end, self.own.is_finished
+        request = wish(created=created, tree=Encoded(whole.text()), epoch_end=is_epoch_end, finished=is_finished)
         flat = self.together.cut(whole, step, block=block)
-        return _NOT_AGREED if flat is None else self.snapshotter.take(flat, meta, block=block)
+        return _NOT_AGREED if flat is None else self.snapshotter.take(flat, request, block=block)
 
     def prepare(self) -> None:
         """Get memory ready for the first save."""
@@ -307,8 +308,7 @@ class Saving:
     def _void(self, step: int, repeat: int, reason: str, *, durable: bool) -> None:
         """This rank has no part in a checkpoint of all."""
         if durable and not self.together.is_alone:
-            message: dict[str, Any] = {"type": "void", "step": step, "repeat": repeat, "reason": reason}
-            self.client.say_void(message)
+            self.client.say_void(NoPart(step, repeat, reason))
 
 
 def _alone(step: int, missing: int) -> str:

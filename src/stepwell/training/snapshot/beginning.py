@@ -6,12 +6,13 @@ Not:     when, and what comes of it (snapshotter); which slot (pool).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from stepwell.events import journal, run_events
 from stepwell.handover.memory import FROZEN, Arena
+from stepwell.handover.protocol import Begin
 from stepwell.training.snapshot.arrange import Arrangement, Arranger
 from stepwell.training.snapshot.device_copy import DeviceCopier, Strategy
 from stepwell.training.snapshot.guard import Copies, Guard, Live
@@ -21,6 +22,7 @@ from stepwell.training.snapshot.slots import Slot, SlotPool
 from stepwell.training.snapshot.strategy import Choice
 from stepwell.training.state.fingerprint import content_digest
 from stepwell.training.state.flatten import Flat
+from stepwell.types import CodedPlace, SaveRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,8 +74,8 @@ class Beginning:
         return self._images[key]
 
     def start(
-        self, flat: Flat, arrangement: Arrangement, meta: dict[str, Any], slot: Slot, record: CodedRecord | None
-    ) -> tuple[Inflight, dict[str, Any]]:
+        self, flat: Flat, arrangement: Arrangement, request: SaveRequest, slot: Slot, record: CodedRecord | None
+    ) -> tuple[Inflight, Begin]:
         """Copy what may change now, line up the rest. Returns the snapshot and what the agent has to know of it.
 
         record:  what is coded on a device; the arrangement is of the leaves beside it
@@ -93,14 +95,14 @@ class Beginning:
             self._arranger.note_frozen(flat)
         fixed, rest = arrangement.fixed, arrangement.rest
         inflight = Inflight(
-            step=meta["step"],
+            step=request.step,
             sequence=slot.sequence,
             slot=slot.index,
             arena=arena,
             plan=plan,
-            strategy=self._choice.choose(arrangement, meta["step"], is_coded=record is not None),
-            repeat=meta.get("repeat", 0),
-            is_durable=meta["durable"],
+            strategy=self._choice.choose(arrangement, request.step, is_coded=record is not None),
+            repeat=request.repeat,
+            is_durable=request.durable,
             is_symbols=record is not None,
             frozen_sequence=self._pool.frozen_sequence if plan.frozen is not None else 0,
             copies_frozen=copies_frozen,
@@ -113,31 +115,34 @@ class Beginning:
             self._begin_copies(inflight, arrangement)
         except torch.OutOfMemoryError:
             self._log.emit(
-                run_events.Strategy(step=meta["step"], strategy="overlap", reason="the device is out of memory")
+                run_events.Strategy(step=request.step, strategy="overlap", reason="the device is out of memory")
             )
             inflight.strategy = "overlap"
             self._begin_copies(inflight, arrangement)
-        begin = {
-            "type": "begin",
-            **meta,
-            **self._code(inflight, arrangement, record),
-            "sequence": slot.sequence,
-            "slot": slot.index,
-            "generation": arena.shape.generation,
-            "layout": plan.number,
-            "frozen": inflight.frozen_sequence,
-        }
+        coded, symbols = self._code(inflight, arrangement, record)
+        begin = Begin(
+            request,
+            slot.sequence,
+            slot.index,
+            arena.shape.generation,
+            plan.number,
+            inflight.frozen_sequence,
+            coded=coded,
+            symbols=symbols,
+        )
         return inflight, begin
 
-    def _code(self, inflight: Inflight, arrangement: Arrangement, record: CodedRecord | None) -> dict[str, Any]:
-        """What a device has to code, and what the agent has to know of that."""
+    def _code(
+        self, inflight: Inflight, arrangement: Arrangement, record: CodedRecord | None
+    ) -> tuple[tuple[int, ...], CodedPlace | None]:
+        """What a device has to code: the parts of it in later records, and where those of this one are."""
         if record is not None and self._symbols is not None:
             inflight.coded = record.digests() if self._verify else {}
             inflight.jobs.append(self._symbols.start(record, self._image(inflight.arena, inflight.slot)))
-            return {"symbols": record.message()}
+            return (), record.place()
         if self._symbols is not None and inflight.is_durable:
-            return {"coded": self._symbols.offer(arrangement, inflight.sequence, inflight.arena, inflight.slot)}
-        return {}
+            return self._symbols.offer(arrangement, inflight.sequence, inflight.arena, inflight.slot), None
+        return (), None
 
     def _begin_copies(self, inflight: Inflight, arrangement: Arrangement) -> None:
         """Copy what is loose now, and line up the rest for the copying threads and the side streams."""

@@ -17,13 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 
 from stepwell.errors import RoomError
 from stepwell.events import chain_events, journal
 from stepwell.handover.memory import Arena, whole_pages
+from stepwell.handover.protocol import BaseTaken
 from stepwell.storage.chain.section_coder import Given
 from stepwell.storage.codecs import precoded
 from stepwell.storage.codecs.assignment import CodedLeaf, CodedPart, Deltas, arrange
@@ -33,6 +34,7 @@ from stepwell.training.snapshot.guard import Live
 from stepwell.training.snapshot.layout import Plan
 from stepwell.training.state.fingerprint import content_digest
 from stepwell.training.state.flatten import Flat
+from stepwell.types import CodedPlace
 
 SPARE_BYTES: Final = 1 << 20
 """What a slot has to have beyond the state: tables and facts of a record, each on pages of their own."""
@@ -104,11 +106,10 @@ class CodedRecord:
     base: _Base
     coded: _Coded
 
-    def message(self) -> dict[str, Any]:
+    def place(self) -> CodedPlace:
         """Where the agent finds what."""
         start, nbytes = whole_pages(self.arrangement.plan.live.nbytes), self.coded.coder.packed_nbytes
-        facts = start + whole_pages(nbytes)
-        return {"base": self.base.name, "part": self.coded.number, "start": start, "nbytes": nbytes, "facts": facts}
+        return CodedPlace(self.base.name, self.coded.number, start, nbytes, start + whole_pages(nbytes))
 
     def digests(self) -> dict[str, tuple[torch.Tensor, str]]:
         """What is coded, as it is now."""
@@ -120,7 +121,7 @@ class CodedSymbols:
     """For one run. `arranger`: one of its own, for the leaves beside."""
 
     def __init__(self, deltas: Deltas, arranger: Arranger, log: journal.EventLog,
-                 say: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
+                 say: Callable[[BaseTaken], None]) -> None:  # fmt: skip
         self._deltas, self._arranger, self._log, self._say = deltas, arranger, log, say
         self._coded: _Coded | None = None
         self._looked = -1
@@ -137,18 +138,18 @@ class CodedSymbols:
 
     # -- bases --------------------------------------------------------------------------------------------------------
 
-    def offer(self, arrangement: Arrangement, sequence: int, arena: Arena, slot: int) -> list[int]:
+    def offer(self, arrangement: Arrangement, sequence: int, arena: Arena, slot: int) -> tuple[int, ...]:
         """A snapshot of the whole state that may become a base. Returns the parts that records will have coded."""
         if self._looked != arrangement.plan.number:
             self._look(arrangement, arena)
         if self._coded is None:
-            return []
+            return ()
         with self._lock:
             self._asked_at = time.monotonic()
             self._offered[sequence] = _Base(sequence, arrangement.plan, arena, slot)
             for old in sorted(self._offered)[:-_MOST_OFFERED]:
                 del self._offered[old]
-        return [self._coded.number]
+        return (self._coded.number,)
 
     def prepare(self, arrangement: Arrangement, arena: Arena, image: torch.Tensor) -> None:
         """Make room, and use every kernel once: its first use takes seconds, and where it fails, the host has to code.
@@ -235,7 +236,7 @@ class CodedSymbols:
         self._base, self._is_fresh = None, False
 
     def _say_taken(self, sequence: int) -> None:
-        self._say({"type": "taken", "sequence": sequence})
+        self._say(BaseTaken(sequence))
 
     def stop(self) -> None:
         """A record came to nothing: those that would follow have nothing to go on from."""
@@ -344,15 +345,14 @@ class SymbolsJob:
 
     def finish(self, on_copied: Callable[[int], None]) -> list[str]:
         """Wait for the symbols, and put down what goes with them."""
-        about = self.record.message()
-        data = precoded.dump(self.record.coded.coder.finish(self.image[about["start"] :][: about["nbytes"]]))
+        about = self.record.place()
+        data = precoded.dump(self.record.coded.coder.finish(self.image[about.start :][: about.nbytes]))
         if self.values is not None:
             self.taken()
             self.values = None
-        start = about["facts"]
-        if start + len(data) > self.image.numel():
+        if about.facts + len(data) > self.image.numel():
             raise RoomError(f"a slot has no room for {len(data)} bytes beside the symbols", found=len(data))
-        self.image[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.image[about.facts : about.facts + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return []
 
 

@@ -10,12 +10,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
-from stepwell.handover.channel import Encoded
 from stepwell.handover.memory import FROZEN, PAGE, Arena
+from stepwell.handover.message import Encoded
+from stepwell.handover.protocol import NewLayout
 from stepwell.storage.format import dtypes
 from stepwell.storage.format.box import Box
 from stepwell.storage.format.record import LeafEntry, absent_fields, absent_leaf, leaf_fields
@@ -73,17 +73,18 @@ class Plan:
         """All entries as JSON, as they stand in a record."""
         return json.dumps([leaf_fields(entry) for entry in self.entries], separators=(",", ":"))
 
-    def message(self) -> dict[str, Any]:
+    def message(self, *, is_partial: bool = False) -> NewLayout:
         """What the agent has to know."""
-        return {
-            "id": self.number,
-            "nbytes": self.live.nbytes,
-            "frozen_bytes": self.frozen_bytes,
-            "leaves": Encoded(self.leaves_text),
-            "elsewhere": None if self.partners is None else [absent_fields(entry) for entry in self.elsewhere],
-            "partners": self.partners,
-            "versions": {"torch": torch.__version__},
-        }
+        return NewLayout(
+            self.number,
+            self.live.nbytes,
+            self.frozen_bytes,
+            leaves=Encoded(self.leaves_text),
+            versions={"torch": torch.__version__},
+            elsewhere=None if self.partners is None else tuple(absent_fields(entry) for entry in self.elsewhere),
+            partners=self.partners,
+            is_partial=is_partial,
+        )
 
 
 def signature(leaves: Sequence[Leaf], roles: Sequence[Role]) -> Signature:

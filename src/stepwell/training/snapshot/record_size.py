@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any, Final
 
 from stepwell.errors import StateError
-from stepwell.handover.channel import Encoded
+from stepwell.handover.message import Encoded
 from stepwell.storage.format import document
 from stepwell.storage.format.checksum import BLOCK_BYTES
 from stepwell.training.snapshot.layout import Plan

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 from stepwell.errors import PersistError
 from stepwell.events import journal, run_events
@@ -18,6 +19,7 @@ from stepwell.events.snapshot_events import NothingBetween, Outgrown
 from stepwell.faults import crash_point
 from stepwell.handover.client import AgentClient
 from stepwell.handover.memory import Arena
+from stepwell.handover.protocol import MakeRoom, NewArena
 from stepwell.training.loop.waits import LONG_SECONDS
 from stepwell.training.snapshot.arrange import Arrangement, Arranger
 from stepwell.training.snapshot.beginning import Beginning
@@ -32,6 +34,7 @@ from stepwell.training.snapshot.strategy import Choice
 from stepwell.training.snapshot.streamed import StreamAnswers, stream_image
 from stepwell.training.state.flatten import Flat
 from stepwell.training.state.tracked import Tracked
+from stepwell.types import SaveRequest
 
 _SLICE_SECONDS = 1.0
 
@@ -131,7 +134,7 @@ class Snapshotter:
 
     def _hand_over(self, arena: Arena, arrangement: Arrangement) -> None:
         """Called by the preparation thread: the agent gets the arena before any snapshot in it."""
-        self._client.send_arena(vars(arena.shape), arena.fd)
+        self._client.send_arena(NewArena(**vars(arena.shape)), arena.fd)
         if not self.pool.is_streaming:
             self._beginning.rehearse(arena, arrangement)
 
@@ -143,7 +146,7 @@ class Snapshotter:
 
     # -- taking one ---------------------------------------------------------------------------------------------------
 
-    def take(self, flat: Flat, meta: dict[str, Any], *, block: bool) -> Inflight | str:
+    def take(self, flat: Flat, request: SaveRequest, *, block: bool) -> Inflight | str:
         """Start a snapshot. Returns it, or the reason why it was put off. With `block` it waits instead.
 
         On return the state may be changed by anything but the optimizers behind the gate.
@@ -153,15 +156,15 @@ class Snapshotter:
         if (before := self._inflight) is not None:
             before.look()
             # One that only stays in memory is taken at every step, so its copy is waited for: the device has work left.
-            if not before.copied.is_set() and not block and meta["durable"] and before.is_durable:
+            if not before.copied.is_set() and not block and request.durable and before.is_durable:
                 return "the snapshot before is still being copied"
             before.wait()
         self.gate()
         if block:
             self.pool.try_again()
         arrangement = self.prepare(flat)
-        check_size(meta["tree"], flat, arrangement.plan)
-        is_chased = self.pool.is_chased and meta["durable"]
+        check_size(request.tree, flat, arrangement.plan)
+        is_chased = self.pool.is_chased and request.durable
         while self.pool.is_preparing or not self.pool.fits(arrangement.plan):
             if not (block or is_chased):
                 return self.pool.refused or "the arena is being made ready"
@@ -170,32 +173,31 @@ class Snapshotter:
             arrangement = self.prepare(flat)
         if is_chased:
             waited = time.monotonic() - started
-            self._log.emit(Outgrown(step=meta["step"], nbytes=arrangement.plan.live.nbytes, seconds=waited))
-        if self.pool.is_streaming and not meta["durable"]:
-            self._tell_nothing_between(is_delta=meta["delta"])
+            self._log.emit(Outgrown(step=request.step, nbytes=arrangement.plan.live.nbytes, seconds=waited))
+        if self.pool.is_streaming and not request.durable:
+            self._tell_nothing_between(is_delta=request.delta)
             return self.pool.reason  # then nothing stays in memory
-        record = self.symbols.begin(flat, arrangement) if meta["delta"] and self.symbols is not None else None
+        record = self.symbols.begin(flat, arrangement) if request.delta and self.symbols is not None else None
         if isinstance(record, str):
             return record
         arrangement = arrangement if record is None else record.arrangement
         if self._sent_plans.get(record is not None) != arrangement.plan.number:
-            self._client.send_layout({**arrangement.plan.message(), "is_partial": record is not None})
+            self._client.send_layout(arrangement.plan.message(is_partial=record is not None))
             self._sent_plans[record is not None] = arrangement.plan.number
         if self.pool.is_streaming:
-            return self._take_streamed(flat, arrangement, meta)
-        slot = self._claim(meta, block=block)
+            return self._take_streamed(flat, arrangement, request)
+        slot = self._claim(request, block=block)
         if slot is None:
             return "all slots are still being written: storage does not keep up"
         try:
-            inflight, announce = self._beginning.start(flat, arrangement, meta, slot, record)
+            inflight, announce = self._beginning.start(flat, arrangement, request, slot, record)
         except BaseException:
             self.pool.abandon(slot.sequence)  # or two such errors would leave no slot for ever
             raise
-        inflight.stall_seconds, inflight.patience = time.monotonic() - started, self.patience
-        self._inflight = inflight
+        inflight.stall_seconds, inflight.patience, self._inflight = time.monotonic() - started, self.patience, inflight
         self._copier.submit(
             lambda: inflight.complete(
-                lambda copies: self._client.begin({**announce, "copies": copies}),
+                lambda copies: self._client.begin(replace(announce, copies=copies)),
                 self._copier.copy,
                 self._settle,
                 self._between,
@@ -209,18 +211,17 @@ class Snapshotter:
     def _tell_nothing_between(self, *, is_delta: bool) -> None:
         if not self._is_told:
             self._is_told = True
-            asked = "deltas=" if is_delta else "memory="
-            self._log.emit(NothingBetween(asked=asked, reason=self.pool.reason))
+            self._log.emit(NothingBetween(asked="deltas=" if is_delta else "memory=", reason=self.pool.reason))
 
-    def _claim(self, meta: dict[str, Any], *, block: bool) -> Slot | None:
-        sequence, is_read = self._number(), meta["durable"] or meta["delta"]
+    def _claim(self, request: SaveRequest, *, block: bool) -> Slot | None:
+        sequence, is_read = self._number(), request.durable or request.delta
         slot = self.pool.claim(sequence, is_read=is_read)
         if slot is None:
-            if not self._wants_room and meta["durable"]:
+            if not self._wants_room and request.durable:
                 self._wants_room = True
-                self._client.send({"type": "make_room"})  # one that failed may be in the way of a newer one
+                self._client.send(MakeRoom())  # one that failed may be in the way of a newer one
             slot = self._wait_for_slot(sequence, is_read=is_read) if block else None
-        if slot is not None and meta["durable"]:
+        if slot is not None and request.durable:
             self._wants_room = False
         return slot
 
@@ -232,18 +233,19 @@ class Snapshotter:
                 return slot
             if self._client.pid != agent:  # another one, which was not told
                 agent = self._client.pid
-                self._client.send({"type": "make_room"})
+                self._client.send(MakeRoom())
         raise PersistError(
             f"no memory for a snapshot became free within {self.patience:.0f} s: the agent (process {agent}) has not "
             "written what is in it. `events.jsonl` tells what its storage does; the state is as it was"
         )
 
-    def _take_streamed(self, flat: Flat, arrangement: Arrangement, meta: dict[str, Any]) -> Inflight:
+    def _take_streamed(self, flat: Flat, arrangement: Arrangement, request: SaveRequest) -> Inflight:
         arena = self.pool.arena
         assert arena is not None
         inflight = stream_image(
-            self._client, arena, flat, arrangement.plan, meta, number=self._number, log=self._log, answers=self.answers
-        )
+            self._client, arena, flat, arrangement.plan, request,
+            number=self._number, log=self._log, answers=self.answers,
+        )  # fmt: skip
         if inflight.void is not None:
             self._on_settled(inflight)
         return inflight
@@ -252,8 +254,7 @@ class Snapshotter:
 
     def gate(self) -> float:
         """The only wait in the training thread: nobody may change what is still being copied. Returns the seconds."""
-        inflight = self._inflight
-        if inflight is None:
+        if (inflight := self._inflight) is None:
             return 0.0
         waited = inflight.gate()
         inflight.stall_seconds += waited
@@ -317,8 +318,7 @@ class Snapshotter:
 
     def drain(self) -> None:
         """Wait until the snapshot under way is complete or void."""
-        inflight = self._inflight
-        if inflight is not None:
+        if (inflight := self._inflight) is not None:
             inflight.wait()
             if inflight.is_training_thread():  # another one may have waited until after the next snapshot began
                 self._inflight = None

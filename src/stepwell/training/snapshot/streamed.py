@@ -8,23 +8,36 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from stepwell.events import journal, run_events
-from stepwell.handover.channel import Message
 from stepwell.handover.client import AgentClient
 from stepwell.handover.memory import Arena
+from stepwell.handover.message import Heard
+from stepwell.handover.protocol import (
+    Begin,
+    ChunkDone,
+    Durable,
+    Lost,
+    OfSnapshot,
+    Released,
+    Replaced,
+    StreamBegin,
+    StreamChunk,
+    StreamEnd,
+    WriteFailed,
+)
 from stepwell.training.snapshot.guard import Copies, digests
 from stepwell.training.snapshot.host_copy import has_non_finite
 from stepwell.training.snapshot.inflight import Inflight, VoidReason
 from stepwell.training.snapshot.layout import Plan
 from stepwell.training.state.flatten import Flat
+from stepwell.types import SaveRequest
 
 _ANSWER_SECONDS = 120.0
 _TRIES = 3
-_ABOUT_ALL = ("replaced", "lost")
+_ABOUT_ALL = (Replaced, Lost)
 """Of the words without a number those that end a save; others are about flushes and chains."""
 
 
@@ -32,10 +45,10 @@ class StreamAnswers:
     """What the agent says while a save is streamed, handed from the listening thread to the saving one."""
 
     def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Heard] = queue.SimpleQueue()
 
-    def put(self, message: Message) -> None:
-        """The agent (or its keeper: `replaced`, `lost`) said something."""
+    def put(self, message: Heard) -> None:
+        """The agent (or its client: `Replaced`, `Lost`) said something."""
         self._messages.put(message)
 
     def clear(self) -> None:
@@ -43,17 +56,17 @@ class StreamAnswers:
         while not self._messages.empty():
             self._messages.get_nowait()
 
-    def wait(self, sequence: int) -> str:
-        """Block for the next word about this save: its kind, or `silent` if none comes."""
+    def wait(self, sequence: int) -> Heard | None:
+        """Block for the next word about this save; None if none comes."""
         until = time.monotonic() + _ANSWER_SECONDS
         while True:
             try:
                 message = self._messages.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                return "silent"
-            kind: str = message["type"]
-            if kind in _ABOUT_ALL or message.get("sequence") == sequence:
-                return kind
+                return None
+            is_of_this = isinstance(message, OfSnapshot) and message.sequence == sequence
+            if is_of_this or isinstance(message, _ABOUT_ALL):
+                return message
 
 
 def stream_image(
@@ -61,7 +74,7 @@ def stream_image(
     arena: Arena,
     flat: Flat,
     plan: Plan,
-    meta: dict[str, Any],
+    request: SaveRequest,
     *,
     number: Callable[[], int],
     log: journal.EventLog,
@@ -73,26 +86,27 @@ def stream_image(
     Training stands still, so an agent that dies meanwhile only means to begin again.
     """
     inflight = Inflight(
-        step=meta["step"],
+        step=request.step,
         sequence=0,
         slot=0,
         arena=arena,
         plan=plan,
         strategy="streamed",
-        repeat=meta.get("repeat", 0),
+        repeat=request.repeat,
     )
-    outcome = "replaced"
+    outcome: Heard | None = None
     for _ in range(_TRIES):
-        if outcome == "replaced":
-            inflight.sequence = number()
-            answers.clear()
-            outcome = _send(client, arena, flat, plan, meta, inflight, answers)
+        inflight.sequence = number()
+        answers.clear()
+        outcome = _send(client, arena, flat, plan, request, inflight, answers)
+        if not isinstance(outcome, Replaced):
+            break
     inflight.stall_seconds = time.monotonic() - inflight.started
     inflight.done.set()
-    if outcome not in ("durable", "released", "failed"):
+    if not isinstance(outcome, (Durable, Released, WriteFailed)):
         inflight.void = VoidReason("?", "the agent died or fell silent while it was streamed")
         log.emit(run_events.PersistFailed(step=inflight.step, error=inflight.void.seen_by, action="trying again soon"))
-    elif outcome != "failed":
+    elif not isinstance(outcome, WriteFailed):
         log.emit(
             run_events.Snapshot(
                 step=inflight.step,
@@ -112,33 +126,31 @@ def _send(
     arena: Arena,
     flat: Flat,
     plan: Plan,
-    meta: dict[str, Any],
+    request: SaveRequest,
     inflight: Inflight,
     answers: StreamAnswers,
-) -> str:
-    """One try. Returns the last word about it: durable, released (other ranks still write), failed, replaced, lost or
-    silent.
-    """
+) -> Heard | None:
+    """One try. Returns the last word about it (`Released`: other ranks still write); None if there was none."""
     sequence, shape = inflight.sequence, arena.shape
     arena.claim(0)
-    facts = {"sequence": sequence, "slot": 0, "layout": plan.number, "frozen": 0, "generation": shape.generation}
-    client.send({"type": "stream", **meta, **facts, "copies": digests(Copies().take(flat))})
+    begin = Begin(request, sequence, slot=0, generation=shape.generation, layout=plan.number, frozen=0)
+    client.send(StreamBegin(**{**vars(begin), "copies": digests(Copies().take(flat))}))
     starts = range(0, plan.live.nbytes, shape.slot_bytes)
     for number, start in enumerate(starts):
-        if number >= shape.slots and (word := answers.wait(sequence)) != "chunk_done":
+        if number >= shape.slots and not isinstance(word := answers.wait(sequence), ChunkDone):
             return word
         slot, end = number % shape.slots, min(start + shape.slot_bytes, plan.live.nbytes)
         _fill(arena.image(slot, end - start), start, end, flat, plan)
-        client.send({"type": "chunk", "sequence": sequence, "slot": slot, "nbytes": end - start})
+        client.send(StreamChunk(sequence, slot, end - start))
     for _ in range(min(len(starts), shape.slots)):
-        if (word := answers.wait(sequence)) != "chunk_done":
+        if not isinstance(word := answers.wait(sequence), ChunkDone):
             return word
     inflight.suspects = _suspects(flat, plan)
     first = plan.places[inflight.suspects[0]].index if inflight.suspects else 0
-    client.send({"type": "stream_end", "sequence": sequence, "suspects": len(inflight.suspects), "first": first})
+    client.send(StreamEnd(sequence, len(inflight.suspects), first))
     word = answers.wait(sequence)
-    if word == "released":
-        client.note_written({"type": "begin", **meta, **facts})
+    if isinstance(word, Released):
+        client.note_written(begin)
     return word
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.events import journal
+from stepwell.ranks.agreement import Action
 from stepwell.storage.store.paths import RunPaths
 from stepwell.training.loop.schedule import Schedule
 from stepwell.training.policy.every import Every, Never, Policy
@@ -29,8 +30,8 @@ def walk(pace: Schedule, steps: int, planned: set[int]) -> dict[int, set[str]]:
         due = sure(pace, step)
         if due:
             found[step] = due
-            pace.restart(step, durable="save" in due)
-        if step in planned and "save" not in due:
+            pace.restart(step, durable=Action.SAVE in due)
+        if step in planned and Action.SAVE not in due:
             pace.restart(step, durable=True, is_apart=True)
     return found
 
@@ -54,9 +55,9 @@ def test_control_what_all_ranks_take_by_themselves_does(tmp_path: Path) -> None:
 def test_a_policy_by_the_clock_does_not_keep_memory_from_being_counted(tmp_path: Path) -> None:
     """Rank 0 finds that it is time to save and plans it; at this very step the others know nothing of that."""
     pace = make(tmp_path, 0, Every(seconds=1e-9), Every(steps=2))
-    assert pace.wishes(2, is_epoch_end=False, again=False) == ({"memory"}, ["save"])
+    assert pace.wishes(2, is_epoch_end=False, again=False) == ({Action.MEMORY}, [Action.SAVE])
     counted = make(tmp_path, 1, Every(steps=2), Every(steps=2))
-    assert counted.wishes(2, is_epoch_end=False, again=False) == ({"save"}, [])
+    assert counted.wishes(2, is_epoch_end=False, again=False) == ({Action.SAVE}, [])
 
 
 def test_alone_a_save_restarts_everything(tmp_path: Path) -> None:
@@ -64,4 +65,4 @@ def test_alone_a_save_restarts_everything(tmp_path: Path) -> None:
         RunPaths(tmp_path), Owner(), Every(steps=3), Never(), journal.EventLog(tmp_path / "events", who="trainer")
     )
     pace.restart(2, durable=True)
-    assert not sure(pace, 3) and sure(pace, 5) == {"save"}
+    assert not sure(pace, 3) and sure(pace, 5) == {Action.SAVE}

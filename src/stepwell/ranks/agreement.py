@@ -9,6 +9,7 @@ Holds:   a rank that hears of a step it has passed says so, and that checkpoint 
 
 from __future__ import annotations
 
+import enum
 import math
 import threading
 import time
@@ -20,7 +21,18 @@ _AHEAD_SECONDS: Final = 0.05
 """How far ahead a plan is made at first."""
 _AHEAD_STEPS: Final = 2
 _MOST_SECONDS: Final = 30.0
-_NO_MEMORY: Final = ("leave", "look again")
+
+
+class Action(enum.Enum):
+    """What is to be done after a step. The value is what ranks send."""
+
+    SAVE = "save"
+    MEMORY = "memory"
+    LOOK_AGAIN = "look again"
+    LEAVE = "leave"
+
+
+_NO_MEMORY: Final = (Action.LEAVE, Action.LOOK_AGAIN)
 """Plans that do not wait until all ranks have memory for snapshots."""
 
 
@@ -36,7 +48,7 @@ class Agreement:
         self._send = send
         self._on_late = on_late
         self._lock = threading.Lock()
-        self._plans: dict[int, str] = {}
+        self._plans: dict[int, Action] = {}
         self._passed = 0
         self._ahead = _AHEAD_SECONDS
         self._furthest = 0
@@ -48,7 +60,7 @@ class Agreement:
 
     # -- the training thread ------------------------------------------------------------------------------------------
 
-    def pass_step(self, step: int, *, wishes: Iterable[str] = ()) -> set[str]:
+    def pass_step(self, step: int, *, wishes: Iterable[Action] = ()) -> set[Action]:
         """A step is over: what was planned for it. Rank 0 plans what is wished for."""
         now = time.monotonic()
         if self._at is not None:
@@ -62,9 +74,9 @@ class Agreement:
             self._plans = {at: what for at, what in self._plans.items() if at > step}
         return due
 
-    def _plan(self, what: str, step: int) -> None:
+    def _plan(self, what: Action, step: int) -> None:
         """At most one plan at a time, but for leaving, which cannot wait."""
-        if self._plans and (what != "leave" or "leave" in self._plans.values()):
+        if self._plans and (what is not Action.LEAVE or Action.LEAVE in self._plans.values()):
             return
         if what not in _NO_MEMORY and len(self._ready) < self._size:
             return
@@ -73,7 +85,7 @@ class Agreement:
         while at in self._plans:
             at += 1
         self._plans[at] = what
-        self._send({"type": "plan", "step": at, "what": what})
+        self._send({"type": "plan", "step": at, "what": what.value})
 
     def ask_to_leave(self) -> None:
         """This rank was told to go: so are all."""
@@ -96,7 +108,7 @@ class Agreement:
     def on_message(self, rank: int, message: Message) -> None:
         """A message of this module."""
         if message["type"] == "plan":
-            self._hear(message["step"], message["what"])
+            self._hear(message["step"], Action(message["what"]))
         elif message["type"] == "late":
             with self._lock:
                 self._furthest = max(self._furthest, message["step"])
@@ -104,14 +116,14 @@ class Agreement:
         elif message["type"] == "ready":
             self._note_ready(rank, message["is_ready"])
 
-    def _hear(self, step: int, what: str) -> None:
+    def _hear(self, step: int, what: Action) -> None:
         with self._lock:
             passed = self._passed
-            if step > passed or what == "leave":
+            if step > passed or what is Action.LEAVE:
                 self._plans[max(step, passed + 1)] = what  # where the others go this rank cannot stay
         if step <= passed:
             self._send({"type": "late", "step": passed})
-            if what == "save":
+            if what is Action.SAVE:
                 self._on_late(step)
 
     def _note_ready(self, rank: int, is_ready: bool) -> None:

@@ -16,7 +16,7 @@ from stepwell.errors import GroupError
 from stepwell.events import journal
 from stepwell.events.rank_events import NoAgent, PoliciesDiffer, RankLost
 from stepwell.events.run_events import Event
-from stepwell.ranks.agreement import Agreement, Message
+from stepwell.ranks.agreement import Action, Agreement, Message
 from stepwell.ranks.asked_saves import KINDS, Asked
 from stepwell.ranks.groups.detect import choose_group
 from stepwell.ranks.groups.group import Group, default_seconds
@@ -152,16 +152,16 @@ class Together:
 
     # -- when ---------------------------------------------------------------------------------------------------------
 
-    def pass_step(self, step: int, *, wishes: Iterable[str], is_busy: Callable[[], bool]) -> set[str]:
+    def pass_step(self, step: int, *, wishes: Iterable[Action], is_busy: Callable[[], bool]) -> set[Action]:
         """What is to be done after this step: alone what is wished for, else what was planned.
 
         is_busy:  a checkpoint is under way: with many ranks the next one is planned when they all have room again
         """
         if self._agreement is None:
             return set(wishes)
-        wishes = [wish for wish in wishes if wish == "leave" or not is_busy()]
+        wishes = [wish for wish in wishes if wish is Action.LEAVE or not is_busy()]
         if self._shared is not None and self._shared.is_torn:
-            wishes.insert(0, "look again")
+            wishes.insert(0, Action.LOOK_AGAIN)
         if self._asked is not None:
             self._asked.pass_step(step)
         return self._agreement.pass_step(step, wishes=wishes)

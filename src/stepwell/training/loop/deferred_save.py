@@ -7,6 +7,7 @@ Holds:   the thread that trains cannot wait for a save that waits for it: it get
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -66,6 +67,15 @@ class Request:
     files: dict[str, str]
     staged: _Late[None]
     uploaded: _Late[str]
+
+    def answer(self, take: Callable[[str | None, dict[str, str]], SaveHandle]) -> Exception | None:
+        """Take it now. Returns what went wrong, which whoever waits for it gets too."""
+        try:
+            self.follow(take(self.name, self.files))
+        except Exception as error:
+            self.fail(error)
+            return error
+        return None
 
     def follow(self, handle: SaveHandle) -> None:
         """It has begun."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from stepwell.errors import StateError
 from stepwell.events import journal, loop_events
+from stepwell.ranks.agreement import Action
 from stepwell.ranks.member import Together
 from stepwell.training.data.batches import Batches, Loop
 from stepwell.training.data.refusals import second_pass
@@ -200,20 +201,20 @@ class Iteration(Loop):
         step, order = self.steps.step, self.leave.order
         self.outcomes.collect()
         sure, wished = self.pace.wishes(step, is_epoch_end=is_epoch_end, again=bool(self.outcomes.again))
-        if "save" in sure or "save" in wished or self.pace.is_held(step):
+        if Action.SAVE in sure or Action.SAVE in wished or self.pace.is_held(step):
             self.outcomes.watch.note_due(step)
-        wished = (["look again"] if self.outcomes.has_drifted else []) + wished
+        wished = ([Action.LOOK_AGAIN] if self.outcomes.has_drifted else []) + wished
         if order is not None:
             self.together.ask_to_leave()
-            wished.append("leave")
+            wished.append(Action.LEAVE)
         due = self.together.pass_step(step, wishes=wished, is_busy=self.outcomes.uploads.is_busy) | sure
-        if "leave" in due:
+        if Action.LEAVE in due:
             self.go(self.leave.take("another rank"))
-        if "look again" in due:
+        if Action.LOOK_AGAIN in due:
             self.saving.look_again()
-        if what := next((what for what in ("save", "memory") if what in due), None):
-            self._take_planned(durable=what == "save", is_planned=what not in sure, is_epoch_end=is_epoch_end)
-        elif "look again" in due or self.snapshotter.is_unprepared:
+        if what := next((what for what in (Action.SAVE, Action.MEMORY) if what in due), None):
+            self._take_planned(durable=what is Action.SAVE, is_planned=what not in sure, is_epoch_end=is_epoch_end)
+        elif Action.LOOK_AGAIN in due or self.snapshotter.is_unprepared:
             self.saving.prepare()
 
     def _take_planned(self, *, durable: bool, is_planned: bool, is_epoch_end: bool) -> None:
@@ -231,7 +232,7 @@ class Iteration(Loop):
             return
         with self.own.at_point(RunPoint.PART):
             for what in self.pace.due_at_epoch_end(self.steps.step):
-                self._take_planned(durable=what == "save", is_planned=False, is_epoch_end=True)
+                self._take_planned(durable=what is Action.SAVE, is_planned=False, is_epoch_end=True)
 
     def on_round(self) -> bool:
         """The end of an epoch, unless the loop has batches of it in its hands, or only looked at its one batch."""
@@ -322,11 +323,8 @@ class Iteration(Loop):
 
     def _take_put_off(self) -> None:
         for request in self._put_off.take():
-            try:
-                request.follow(self._take_asked(request.name, request.files))
-            except Exception as error:
+            if (error := request.answer(self._take_asked)) is not None:
                 self.log.emit(loop_events.SaveFailed(step=self.steps.step, reason=f"{type(error).__name__}: {error}"))
-                request.fail(error)
 
     def _note_saved(self) -> None:
         """There is a checkpoint of this moment. One outside of a step, or before its end, may not have all."""
@@ -357,11 +355,8 @@ class Iteration(Loop):
 
     def _end_with(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            try:
-                request.follow(self._take_asked(request.name, request.files))
-            except Exception as error:
-                request.fail(error)
-                raise
+            if (error := request.answer(self._take_asked)) is not None:
+                raise error
 
     def _warn_of_tail(self, point: RunPoint) -> None:
         """The inner loop was left in the middle of the epoch, and the code after it ran: it will run again."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from stepwell.events import journal, run_events
+from stepwell.ranks.agreement import Action
 from stepwell.storage.store import mirror
 from stepwell.storage.store.learned import FAILED, RUNNING, HistoryFile, Learned, age_of_this_process
 from stepwell.storage.store.objects import ObjectPath
@@ -205,30 +206,30 @@ class Schedule:
         self._disk.begin_epoch()
         self._memory.begin_epoch()
 
-    def wishes(self, step: int, *, is_epoch_end: bool, again: bool) -> tuple[set[str], list[str]]:
+    def wishes(self, step: int, *, is_epoch_end: bool, again: bool) -> tuple[set[Action], list[Action]]:
         """What is due: what all ranks find alike by counting, and what has to be planned by one of them.
 
         again:  the last one came to nothing
         """
-        sure: set[str] = set()
-        wished = ["save"] if again else []
+        sure: set[Action] = set()
+        wished = [Action.SAVE] if again else []
         if self._is_due(step, is_epoch_end=is_epoch_end):
-            (sure.add if is_counted(self._policy) else wished.append)("save")
-        if "save" not in sure and self._memory.is_due(step, is_epoch_end=is_epoch_end):
-            (sure.add if is_counted(self._memory.policy) else wished.append)("memory")
-            if "memory" in sure and not self._owner.is_alone:
+            (sure.add if is_counted(self._policy) else wished.append)(Action.SAVE)
+        if Action.SAVE not in sure and self._memory.is_due(step, is_epoch_end=is_epoch_end):
+            (sure.add if is_counted(self._memory.policy) else wished.append)(Action.MEMORY)
+            if Action.MEMORY in sure and not self._owner.is_alone:
                 self._memory.restart(step)  # also if a save takes its place here, of which another rank has not heard
         return sure, wished
 
-    def due_at_epoch_end(self, step: int) -> list[str]:
+    def due_at_epoch_end(self, step: int) -> list[Action]:
         """What is due only because an epoch is over, and all ranks know that by themselves."""
         found = []
         if is_counted(self._policy) or self._owner.is_alone:
             now, else_ = (self._is_due(step, is_epoch_end=is_end) for is_end in (True, False))
-            found += ["save"] if now and not else_ else []
+            found += [Action.SAVE] if now and not else_ else []
         if not found and (is_counted(self._memory.policy) or self._owner.is_alone):
             now, else_ = (self._memory.is_due(step, is_epoch_end=is_end) for is_end in (True, False))
-            found += ["memory"] if now and not else_ else []
+            found += [Action.MEMORY] if now and not else_ else []
         return found
 
     def _is_due(self, step: int, *, is_epoch_end: bool) -> bool:

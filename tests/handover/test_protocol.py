@@ -102,6 +102,19 @@ def test_no_message_can_be_changed() -> None:
                 setattr(message, field.name, None)
 
 
+def test_messages_are_made_as_any_dataclass() -> None:
+    """Their methods are our own: `dataclass` would make them one by one, at each start of an agent."""
+    assert all(dataclasses.is_dataclass(cls) for cls in KINDS.values())
+    begin = protocol.Begin(USUAL, 5, slot=0, generation=1, layout=2, frozen=0)
+    assert dataclasses.replace(begin, written=True).written and not begin.written
+    assert hash(protocol.NoPart(1, 2, "x")) == hash(protocol.NoPart(1, 2, reason="x"))
+    assert protocol.Ping() != protocol.Pong() and protocol.Flushed(1) != protocol.DeltaAppended(1)
+    assert repr(protocol.Flushed(1)) == "Flushed(step=1)"
+    for values, named in (((1,), {}), ((1, 2, "x", 4), {}), ((1, 2, "x"), {"step": 1}), ((1, 2, "x"), {"more": 1})):
+        with pytest.raises(TypeError, match="NoPart"):
+            protocol.NoPart(*values, **named)  # type: ignore[arg-type]
+
+
 def test_what_agents_of_this_version_always_read_is_what_is_sent() -> None:
     """The names on the socket do not change without `PROTOCOL`."""
     assert protocol.PROTOCOL == 2

@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
 from stepwell.errors import AgentError, ConfigError
-from stepwell.types import SaveRequest
+from stepwell.types import SaveRequest, quick_dataclass
 
 _MOST_SHOWN: Final = 40
 
@@ -25,14 +25,14 @@ class MessageError(AgentError):
     """The other end said what cannot be understood: `kind`, `field`, `found`, `expected`."""
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Encoded:
     """A value that is JSON already."""
 
     text: str
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Message:
     """One message. `kind` is what it is called in JSON; empty if it never travels."""
 
@@ -208,7 +208,7 @@ def _is_table(value: object) -> bool:
     return type(value) is dict and all(type(each) is str for each in value.values())
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class _Entry:
     """A field: its name, the name of its type, its default, and what reads it. is_beside: its own fields stand beside
     the others.

@@ -2,22 +2,21 @@
 
 Not:     how it becomes JSON and comes back (message), framing and descriptors (channel).
 Holds:   a field with a default is left out of the JSON where it has it, so old agents read what new trainers say.
-         Kinds without fields of their own are not decorated: every `dataclass` makes the start of an agent longer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final
 
 from stepwell.handover.message import Encoded, FromClient, Message, ToAgent, ToHolder, ToSuccessor, ToTrainer
-from stepwell.types import CodedPlace, Keep, OfferedArena, OfferedSnapshot, SaveRequest
+from stepwell.types import CodedPlace, Keep, OfferedArena, OfferedSnapshot, SaveRequest, quick_dataclass
 
 PROTOCOL: Final = 2
 """Who asks for the memory of a dead trainer says it: the agent may be of another version of stepwell."""
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Hello(ToAgent, kind="hello"):
     """What an agent has to know of the run. It answers `Ready`.
 
@@ -42,7 +41,7 @@ class Hello(ToAgent, kind="hello"):
     deltas: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Serve(ToAgent, kind="serve"):
     """Let other nodes read this one's cache, at the socket whose descriptor comes along."""
 
@@ -52,12 +51,12 @@ class Serve(ToAgent, kind="serve"):
     tls: str | None
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class NewArena(ToAgent, OfferedArena, kind="arena"):
     """An arena, whose descriptor comes along."""
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class NewLayout(ToAgent, kind="layout"):
     """The leaves that stay the same from snapshot to snapshot; these refer to it by `id`.
 
@@ -74,7 +73,7 @@ class NewLayout(ToAgent, kind="layout"):
     is_partial: bool = False
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Begin(ToAgent, kind="begin"):
     """A snapshot whose bytes are about to arrive in a slot.
 
@@ -100,7 +99,7 @@ class StreamBegin(Begin, kind="stream"):
     """A snapshot that comes through small chunks, while training stands still."""
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class StreamChunk(ToAgent, kind="chunk"):
     """The next bytes are in this slot. The agent answers `ChunkDone`."""
 
@@ -109,7 +108,7 @@ class StreamChunk(ToAgent, kind="chunk"):
     nbytes: int
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class StreamEnd(ToAgent, kind="stream_end"):
     """All chunks were sent. suspects: how many leaves are not finite; first: the number of the first of them."""
 
@@ -118,7 +117,7 @@ class StreamEnd(ToAgent, kind="stream_end"):
     first: int
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class NoPart(ToAgent, kind="void"):
     """This rank has no part in a checkpoint: the others are not to wait for it."""
 
@@ -127,7 +126,7 @@ class NoPart(ToAgent, kind="void"):
     reason: str
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class BaseTaken(ToAgent, kind="taken"):
     """The base of a chain has been read out of its slot."""
 
@@ -142,28 +141,28 @@ class Ping(ToAgent, kind="ping"):
     """Are you there? Answered by `Pong`."""
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Close(ToAgent, kind="close"):
     """The run ends: finish what is complete within this time."""
 
     seconds: float
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class OfSnapshot(ToTrainer):
     """What is said of the snapshot with this number."""
 
     sequence: int
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Released(OfSnapshot, kind="released"):
     """Its slot is free. is_over: nothing more will be said of it."""
 
     is_over: bool
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Durable(OfSnapshot, kind="durable"):
     """It is a checkpoint. degraded: why other nodes do not protect it."""
 
@@ -173,7 +172,7 @@ class Durable(OfSnapshot, kind="durable"):
     degraded: str | None = None
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class WriteFailed(OfSnapshot, kind="failed"):
     """It could not be written. final: it is not tried again. drift: the ranks' copies are not the same any more."""
 
@@ -186,7 +185,7 @@ class WriteFailed(OfSnapshot, kind="failed"):
     drift: bool = False
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Rebased(OfSnapshot, kind="rebased"):
     """A chain has begun at it, and its slot is kept until `BaseTaken`."""
 
@@ -197,7 +196,7 @@ class ChunkDone(OfSnapshot, kind="chunk_done"):
     """A chunk of it is written: its slot may be filled again."""
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class OfStep(ToTrainer):
     """What is said of a step."""
 
@@ -212,35 +211,35 @@ class DeltaAppended(OfStep, kind="delta"):
     """Its record is in a chain."""
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Voided(OfStep, kind="voided"):
     """The other ranks know that this one has no part in that checkpoint."""
 
     repeat: int
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class GivesUp(ToTrainer, kind="gives_up"):
     """The agent is about to let the other ranks know; another agent would have to."""
 
     void: NoPart
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class ChainOver(ToTrainer, kind="chain_over"):
     """No more records go into the chain of this base."""
 
     base: str
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class BaseWanted(ToTrainer, kind="base_due"):
     """There is no chain to append to: the next snapshot is to be a checkpoint."""
 
     reason: str
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Ready(ToTrainer, kind="ready"):
     """The answer to `Hello`."""
 
@@ -255,7 +254,7 @@ class Bye(ToTrainer, kind="bye"):
     """The last message."""
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Replaced(FromClient):
     """There is another agent, which was told of all that is not durable."""
 
@@ -266,7 +265,7 @@ class Lost(FromClient):
     """There is no agent any more, and there will be none."""
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Peek(ToHolder, kind="peek"):
     """What do you hold? Another rank asks; it will not be the trainer."""
 
@@ -278,7 +277,7 @@ class Adopt(Peek, kind="adopt"):
     """What do you hold? The process that asks will be the trainer, once it has said `Hello`."""
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class Offer(ToSuccessor, kind="offer"):
     """What an agent holds, the newest first."""
 
@@ -287,7 +286,7 @@ class Offer(ToSuccessor, kind="offer"):
     arena: OfferedArena | None = None
 
 
-@dataclass(frozen=True)
+@quick_dataclass(frozen=True)
 class NoOffer(ToSuccessor, kind="refused"):
     """Why there is no offer. trainer: the process that the agent serves."""
 

@@ -111,7 +111,7 @@ class Agent:
             released = worker.queue.collect(worker.busy)
             for item in released:
                 if not item.is_done:
-                    worker.give_up(item, "its snapshot is void" if item.is_void else "given up for a newer one")
+                    worker.give_up(item, "its snapshot is void" if item.is_void else "dropped for a newer one")
             outbox, worker.outbox = worker.outbox, []
             if worker.queue.next_due() is not None or worker.queue.next_delta() is not None:
                 self._lock.notify_all()
@@ -296,7 +296,7 @@ class Agent:
         if self.stream is not None:
             self.stream.abort()  # the rest never comes
             with self._lock:
-                self.worker.give_up(self.stream.pending, "its process ended before it was streamed")
+                self.worker.give_up(self.stream.pending, "its process ended before the snapshot was streamed")
             self.stream = None
         self._drop_incomplete()
         with self._lock:

@@ -40,8 +40,8 @@ def make_whereabouts(paths: RunPaths, run: str) -> str:
         return found
     except (OSError, ConfigError) as error:
         run_events.logger.warning(
-            "after a crash the next start continues from disk, not from memory, since this run has no secret that only "
-            "its processes know: %s",
+            "after a crash the next start continues from disk, not from memory, because this run has no secret "
+            "that only its processes know: %s",
             error,
         )
         return ""
@@ -66,13 +66,13 @@ def _ask(where: str, rank: int, wish: str) -> tuple[Channel, Message, list[int]]
         try:
             channel = connect(found, timeout=_CALL_SECONDS)
         except TimeoutError as error:
-            run_events.logger.warning("agent not adopted: %s; this process continues from disk", error)
+            run_events.logger.warning("Resuming from disk instead of memory: %s", error)
             continue
         if channel is None:
             continue
         if is_stopped(channel.socket):
             run_events.logger.warning(
-                "agent not adopted: process %d is stopped; this process continues from disk", found.pid
+                "Resuming from disk instead of memory: the agent (process %d) is stopped", found.pid
             )
             channel.close()
             continue
@@ -86,6 +86,6 @@ def _ask(where: str, rank: int, wish: str) -> tuple[Channel, Message, list[int]]
             channel.socket.settimeout(None)
             return channel, received[0], received[1]
         if received is not None and received[0].get("trainer"):
-            run_events.logger.warning("agent not adopted: %s; this process continues from disk", received[0]["reason"])
+            run_events.logger.warning("Resuming from disk instead of memory: %s", received[0]["reason"])
         channel.close()
     return None

@@ -166,7 +166,7 @@ class ScrJob:
             try:
                 finish_open(self.prefix, set(resumed), self.log.emit)
             except (OSError, StepwellError) as error:
-                self.log.emit(FlushFailed(step=0, error=str(error), action="looked at again at the next start"))
+                self.log.emit(FlushFailed(step=0, error=str(error), action="checked again at the next start"))
 
         lead(self.group, "flushes to end", finish)
         for id in resumed:
@@ -179,7 +179,7 @@ class ScrJob:
         if not self.carrier.wait(seconds):
             for id in self.carrier.waiting:
                 error = f"not in the prefix within {seconds:g} s"
-                self.log.emit(FlushFailed(step=id.step, error=error, action="goes on at the next start"))
+                self.log.emit(FlushFailed(step=id.step, error=error, action="continues at the next start"))
         self.carrier.close()
 
         def end() -> None:
@@ -239,7 +239,7 @@ class ScrJob:
         states = self.nodes.states(id)
         held = [state["held"] for state in states if state["held"] is not None]
         if len(held) != self.group.size:
-            raise DamagedError(f"{id}: a rank cannot read its own record any more")
+            raise DamagedError(f"{id}: a rank can no longer read its own record")
         refs = [RecordRef(record_name(Owner(rank)), item["nbytes"], item["digest"]) for rank, item in enumerate(held)]
         created = lead(self.group, "when it was whole", now)
         nbytes = sum(item["data_bytes"] for item in held)
@@ -329,7 +329,7 @@ def _check_seen(prefix: RunPaths, run: str) -> None:
         found = read_run(prefix).id
     except StepwellError as error:
         raise ConfigError(
-            f"{prefix.root}: not the directory that rank 0 sees: {error}; SCR_PREFIX is shared"
+            f"{prefix.root}: not the directory that rank 0 sees: {error}; SCR_PREFIX must be shared"
         ) from error
     if found != run:
-        raise ConfigError(f"{prefix.root}: another directory than on rank 0; SCR_PREFIX has to be shared")
+        raise ConfigError(f"{prefix.root}: not the same directory as on rank 0; SCR_PREFIX must be shared")

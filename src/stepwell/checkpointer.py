@@ -1,11 +1,11 @@
-"""The life of a checkpoint, stage by stage, and the loop around it. The only place that wires the stages together.
+"""The public class: the stages of a checkpoint, and the loop around them. Only this module wires the stages.
 
     save:     state -> snapshot -> arena -> agent -> store          (`saving`)
     restore:  inventory -> plan -> verified read -> load into state (`restore`, in `reopen`)
-    beside:   policy answers "now?" after every step, and all ranks agree on it (`iteration`, `together`)
+    policy:   decides after every step whether to save, and all ranks agree on it (`iteration`, `together`)
 
-Holds:   the trigger sits where everything of an iteration is over (the next batch request, or `step()`); the gate
-         before every optimizer step is the only wait in the training thread; a failed checkpoint never stops training.
+Holds:   a save is triggered when the iteration is over (at the next batch request, or in `step()`). The gate before
+         every optimizer step is the only wait in the training thread. A failed checkpoint never stops training.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 
 
 _open_runs: weakref.WeakValueDictionary[tuple[str, int], Ending] = weakref.WeakValueDictionary()
-"""Of this process, by run and rank. One that an exception left open gives way to the next one of the same run."""
+"""The open runs of this process, by run and rank. A new Checkpointer of the same run closes the old one."""
 
 
 class Checkpointer:
-    """Keeps a training run from losing more than a few seconds of work. Constructing only assigns."""
+    """Saves a run so that a failure costs only seconds of work. The constructor does no I/O; `restore()` does."""
 
     def __init__(
         self,
@@ -83,19 +83,19 @@ class Checkpointer:
         track: dict[str, Any] | None = None,
         **tracked: Any,
     ) -> None:
-        """Only the directory, or `s3://...`, and the objects (`**tracked`, or `track={}`) have no default.
+        """Only the directory (or `s3://...`) and the objects (`**tracked`, or `track={}`) are required.
 
-        overhead:      share of the time that checkpoints may take (0.035); short for policy=Auto(overhead=)
-        policy, keep:  when to write a checkpoint, and how many stay
-        memory:        when to copy the state into memory only, in between: `Every(steps=1)` is cheap on a GPU. If this
-                       process crashes, the newest copy is restored from there, and written to disk
-        deltas:        LC(bits=3), or Deltas(...): in between, what changed goes to disk after every step, lossy
-        levels:        [Node("/local/cache"), Shared(every=10)]: to each node's own disk, each tenth on from there
+        overhead:      share of the time that saving may cost (0.035); short for policy=Auto(overhead=)
+        policy, keep:  when to save a checkpoint, and how many to keep
+        memory:        how often to keep an in-memory copy between disk checkpoints: `Every(steps=1)` is cheap on a GPU.
+                       If this process crashes, stepwell writes the newest copy to disk and restores it
+        deltas:        LC(bits=3), or Deltas(...): write lossy changes to disk after every step between checkpoints
+        levels:        [Node("/local/cache"), Shared(every=10)]: save on each node's disk, copy every tenth from there
         data, seed:    the loader behind `ckpt.data`, and the seed of its order; on_unseekable="replay" reads again
-        grace:         seconds to save and be gone after SIGTERM, SIGINT, SIGUSR1 or a notice; None: signals are yours
-        notice:        a path that appears, or a function that says True, when the machine is about to go away
-        host_memory:   bytes for copies in memory; too few for one of them means blocking saves
-        snapshot:      auto, device, overlap or blocking; verify_snapshots hashes every leaf before and after
+        grace:         seconds to save and exit after SIGTERM, SIGINT, SIGUSR1 or a notice; None: ignore signals
+        notice:        a path that appears, or a function that returns True, before the machine goes away
+        host_memory:   bytes for copies in memory; saves block training if one copy does not fit
+        snapshot:      auto, device, overlap or blocking; verify_snapshots hashes every leaf before and after the copy
         """
         given = {"keep": keep, "data": data, "seed": seed, "host_memory": host_memory, "snapshot": snapshot}
         given |= {"grace": grace, "notice": notice, "on_unseekable": on_unseekable, "policy": policy}
@@ -163,13 +163,13 @@ class Checkpointer:
         strict: bool = True,
         prefer: str | None = None,
     ) -> bool:
-        """Bring the run back from the newest good checkpoint, the nearest copy of it first. False: nothing was there.
+        """Restore the newest good checkpoint from its nearest copy. Returns False if there is none.
 
-        step:    this one, instead of the newest; what came after it becomes an abandoned branch
-        before:  the newest below this step
-        only:    only these tracked objects; nothing else of the run is touched. Training then starts a new history
+        step:    restore this step instead of the newest; later checkpoints become an abandoned branch
+        before:  restore the newest checkpoint before this step
+        only:    restore only these tracked objects; training then starts a new history
         strict:  False restores what fits and reports the rest as an event
-        prefer:  exact, or newest, which may be lossy (`deltas=`); unless said: exact, if it is not much older
+        prefer:  exact, or newest, which may be lossy (`deltas=`); by default exact, unless it is much older
 
         Raises StateError (it does not fit the live objects) or RestoreError (there are checkpoints and none is whole,
         or none at `step`, or below `before`).
@@ -177,7 +177,7 @@ class Checkpointer:
         self._home.check()
         options.check_wishes(step, before, only, [item.name for item in self._tracked])
         if self._reopened is not None:
-            raise ConfigError("restore() comes once, before the first batch; make a new Checkpointer to go back again")
+            raise ConfigError("call restore() once, before the first batch; create a new Checkpointer to go back")
         wish = Wish(step, before, prefer)
         if only is None:
             restored = self._reopen(wish=wish, strict=strict).restored
@@ -215,14 +215,14 @@ class Checkpointer:
         return reopened
 
     def _take_over(self) -> None:
-        """One of this process that was left open in this run ends first: what it holds is written, and restored."""
+        """Close an older Checkpointer of this run in this process first, so that its state is written and restored."""
         with contextlib.suppress(OSError):  # there is no such run yet
             before = _open_runs.get((self._paths.identity, self._paths.rank))
             if before is not None and before is not self._ending:
                 before.give_way()
 
     def _open(self, reopened: Reopened) -> None:
-        """From here on the run is ours: agent, data, hooks, memory."""
+        """Take over the run: agent, data, hooks, memory."""
         number = self._log.lineage = reopened.lineage.number
         self._outcomes.open(number, AgentReactions(self._together, self._saving, self._progress))
         self._gradients.begin()
@@ -249,7 +249,7 @@ class Checkpointer:
         self._prepare(reopened)
 
     def _prepare(self, reopened: Reopened) -> None:
-        """Get memory ready early: after a restore at once, else after the first step (optimizers fill up there)."""
+        """Allocate memory early: at once after a restore, else after the first step (which creates optimizer state)."""
         if reopened.own is None:
             return
         self._outcomes.begin(self._steps.step, is_lossy=reopened.is_lossy)
@@ -263,7 +263,7 @@ class Checkpointer:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Epoch numbers that are left, the running one first. At the end commits the run, waits, and closes."""
+        """Iterate the epoch numbers that are left, the current one first. At the end: save, wait for disk, close."""
         self._ensure_open()
         options.check_count(count)
         if self.data.at.epoch >= count or self._own.is_stopped:
@@ -286,9 +286,9 @@ class Checkpointer:
         self._finish(is_stopped=False)
 
     def finish(self) -> None:
-        """Training is over before its last epoch (early stopping): save, wait, close. A restart trains no further.
+        """End training before its last epoch (early stopping): save, wait, close. A restart trains no further.
 
-        The loop over `ckpt.data` ends with the present body, and `epochs()` after it.
+        The loop over `ckpt.data` ends after the current body, and then `epochs()`.
         """
         if self._ending.is_closed and self._own.is_stopped:
             return
@@ -302,24 +302,24 @@ class Checkpointer:
         self.close()
 
     def step(self, *, batches: int | None = None) -> None:
-        """End of the loop body, for loops that do not iterate `ckpt.data`, read ahead, or skip batches.
+        """Mark the end of the loop body, in loops that do not iterate `ckpt.data`, prefetch, or skip batches.
 
-        batches:  of `ckpt.data`, that this body used; needed where the loop reads ahead. Else all that it took
+        batches:  number of batches of `ckpt.data` that this body used (default: all it took); needed with prefetching
         """
         self._ensure_open()
         self._iteration.step(batches)
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Guard a change of tensors that no optimizer hook sees: a custom step, a CUDA graph. Counts as a step."""
+        """Guard a change of tensors that no optimizer hook sees (a custom step, a CUDA graph). Counts as a step."""
         self._ensure_open()
         self._iteration.before_optimizer_step()
         yield
 
     def log(self, **values: Any) -> None:
-        """Note values of the running step in the event log. Tensors are read one step later, so nothing waits.
+        """Log values of the current step in the event log. Tensors are read one step later, so nothing waits.
 
-        After the end of `epochs()`, or `finish()`, too: then they are written at once.
+        Also works after the end of `epochs()` or `finish()`; values are then written at once.
         """
         is_over = self._ending.is_closed and self._own.is_finished
         if not is_over:
@@ -332,24 +332,24 @@ class Checkpointer:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def save(self, *, name: str | None = None, files: options.Files | None = None) -> SaveHandle:
-        """Save now. Waits for memory, a free slot and the copy of what is on the CPU, not for the disk: see the handle.
+        """Save now. Waits for memory, a free slot and the copy of CPU tensors, but not for the disk: see the handle.
 
-        After this iteration's optimizer step it counts as the end of the iteration: call it last in the loop body. In
-        the middle of a step it is put off to the end of that step, and cannot be waited for before.
+        Call it last in the loop body: after the optimizer step it ends the iteration. In the middle of a step,
+        stepwell saves at the end of that step, and you cannot wait for it before.
 
-        name:   keep this checkpoint for ever under this name
-        files:  also store these files of yours; leave them unchanged until `upload_completion`
+        name:   keep this checkpoint forever under this name
+        files:  also store these files; leave them unchanged until `upload_completion`
         """
         self._ensure_open()
         return self._iteration.save(name, options.check_files(files))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until every snapshot taken so far is committed. Raises PersistError for one that was given up."""
+        """Block until every snapshot so far is committed. Raises PersistError if one was given up."""
         self._home.check()
         self._ending.wait(timeout)
 
     def status(self) -> Status:
-        """Where the run stands."""
+        """Return the current state of the run."""
         self._home.check()
         here = {"step": self._steps.step, "epoch": self.data.at.epoch, "lineage": self._log.lineage}
         here["is_finished"] = self._own.is_finished
@@ -358,7 +358,7 @@ class Checkpointer:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self, *, save: bool = True) -> None:
-        """Save the last step if it is not saved, wait until everything is durable, end the agent."""
+        """Save the last step if needed, wait until everything is durable, end the agent."""
         self._ending.close(save=save)
 
     def __enter__(self) -> Checkpointer:

@@ -1,4 +1,4 @@
-"""The small frozen types that every stage speaks.
+"""The small frozen types that all stages share.
 
 Owns:    identities (which checkpoint, which rank), what a person may ask to keep, and what trainer
          and agent say of one snapshot.
@@ -26,7 +26,7 @@ _NAME = re.compile(r"^step-(\d{12})\.l(\d{4,8})(?:\.r(\d{1,6}))?$")
 @functools.total_ordering
 @dataclass(frozen=True)
 class CheckpointId:
-    """Which checkpoint: ordered by step, then by lineage, then by how often that step was saved again in it."""
+    """The id of a checkpoint: ordered by step, then lineage, then how often that lineage saved the step again."""
 
     step: int
     repeat: int
@@ -34,7 +34,7 @@ class CheckpointId:
 
     @property
     def directory(self) -> str:
-        """Name of its directory in the run."""
+        """Name of the checkpoint's directory in the run."""
         again = f".r{self.repeat}" if self.repeat else ""
         return f"step-{self.step:012d}.l{self.lineage:04d}{again}"
 
@@ -56,19 +56,19 @@ class CheckpointId:
 
 @dataclass(frozen=True)
 class Owner:
-    """Which process of the run a shard belongs to."""
+    """The process of the run that a shard belongs to."""
 
     rank: int = 0
     world_size: int = 1
 
     @property
     def stem(self) -> str:
-        """Start of every file name this rank writes."""
+        """Prefix of every file name that this rank writes."""
         return f"rank-{self.rank:05d}"
 
     @property
     def is_leader(self) -> bool:
-        """Whether it commits for all, and removes what is old."""
+        """Whether this rank commits for all ranks and removes old checkpoints."""
         return self.rank == 0
 
     @property
@@ -79,12 +79,15 @@ class Owner:
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands. `memory_step`: the newest that is complete in memory, and outlives this process there.
+    """The current state of a run.
 
-    `policy` says in a sentence how often it checkpoints, and why. With levels `committed_step` lies on the nodes, and
-    `degraded` says why it is not protected, if it is not; `shared_step` is in the shared place. With `deltas=` the
-    chain of lossy records reaches `delta_step`. If a checkpoint is due for several intervals and there is none,
-    `overdue_since` says since when (as `time.time()`), and `overdue_because` why.
+    memory_step:      the newest step that is complete in memory, where it survives this process
+    committed_step:   the newest durable step; with levels, on the nodes
+    shared_step:      with levels, the newest step in the shared place
+    delta_step:       with `deltas=`, the last step in the chain of lossy records
+    degraded:         why `committed_step` is not protected; None if it is
+    policy:           a sentence that gives the interval and its reason
+    overdue_since:    since when (as `time.time()`) a checkpoint is several intervals late; `overdue_because` tells why
     """
 
     step: int
@@ -106,11 +109,11 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """What retention leaves on disk. Named checkpoints are always kept.
+    """Which checkpoints retention keeps. It always keeps named ones.
 
-    last:    the newest n good ones (at least 2: one may turn out damaged)
-    every:   also each checkpoint whose step is a multiple of this
-    epochs:  also each checkpoint taken at the end of an epoch
+    last:    the newest n good ones (at least 2, because one may be damaged)
+    every:   also every checkpoint whose step is a multiple of this
+    epochs:  also every end-of-epoch checkpoint
     """
 
     last: int = 2

@@ -325,7 +325,7 @@ def test_a_checkpoint_that_fails_does_not_stop_the_iterator(run_dir: Path) -> No
     chk = CFCheckpoint(model=model, optimizer=torch.optim.Adam(model.parameters()), moody=moody)
     manager = CFManager(str(run_dir), chk, mode=MANUAL)
     iterator = CFIterator([torch.ones(4, 8)] * 5, chk_freq=1, cf_manager=manager)
-    with pytest.warns(UserWarning, match=r"no checkpoint at step 3: moody/value.*Training goes on"):
+    with pytest.warns(UserWarning, match=r"no checkpoint at step 3: moody/value.*Training continues"):
         for number, batch in enumerate(iterator, 1):
             model(batch).sum().backward()
             manager.weight_update()

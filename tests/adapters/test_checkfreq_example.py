@@ -149,12 +149,12 @@ def test_the_loops_counter_goes_on(run_dir: Path, caplog: pytest.LogCaptureFixtu
     again = Small(run_dir, mode=CFMode.MANUAL, restore="before")
     assert next(checkfreq.enumerate(again.iterator, 1))[0] == 5
     assert next(checkfreq.enumerate("ab", 3)) == (3, "a") and list(checkfreq.enumerate([])) == []
-    assert "counts from 0 again" not in caplog.text
+    assert "starts at 0 again" not in caplog.text
     again.manager.close()
     plain = Small(run_dir, mode=CFMode.MANUAL, restore="before")
     with caplog.at_level("INFO", "stepwell"):
         assert next(iter(enumerate(plain.iterator)))[0] == 0
-    assert "going on at batch 4 of epoch 0: enumerate() in the loop counts from 0 again" in caplog.text
+    assert "continuing at batch 4 of epoch 0: enumerate() in the loop starts at 0 again" in caplog.text
     plain.manager.close()
 
 

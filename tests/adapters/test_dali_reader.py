@@ -100,7 +100,7 @@ def test_a_wrong_folder_is_said(tmp_path: Path) -> None:
         stepwell.DataError, match=r"nowhere: No such file or directory; file_root= is a folder of classes"
     ):
         FileReader(str(tmp_path / "nowhere"))
-    with pytest.raises(stepwell.DataError, match="no pictures in it"):
+    with pytest.raises(stepwell.DataError, match="contains no pictures"):
         FileReader(str(tmp_path))
     with pytest.raises(stepwell.DataError, match="1 files, 2 labels"):
         FileReader(files=["a"], labels=[1, 2])

@@ -296,4 +296,4 @@ def test_ranks_that_do_not_agree_are_told_and_go_on(job: ScrJob) -> None:
     (first, second, third, fourth) = job.same(launch)["made"]
     assert (first, third, fourth) == ([1, True], [3, False], [4, True])
     assert "rank 3 began 'other.2'" in second[1]
-    assert any("written by several ranks" in str(event) for event in job.rank_events(0))
+    assert any("several ranks wrote it" in str(event) for event in job.rank_events(0))

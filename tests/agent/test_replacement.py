@@ -189,7 +189,7 @@ def test_an_agent_whose_trainer_lives_is_not_handed_over(run_dir: Path, caplog: 
     puppet.start()
     assert isinstance(puppet.save(1), Durable)
     assert find_orphan(here(run_dir), 0) is None
-    assert "is alive" in caplog.text
+    assert "still uses this run" in caplog.text
     assert isinstance(puppet.save(2), Durable)
     assert puppet.close()
 

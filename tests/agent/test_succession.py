@@ -144,6 +144,6 @@ def test_an_agent_that_cannot_listen_goes_on_without(
     said = trainer.receive()
     assert said is not None and isinstance(said[0], Ready)
     assert agent.linger_seconds == 0.0, "it does not wait for who cannot come"
-    assert ("cannot listen for a successor" in caplog.text) is (why == "taken")
+    assert ("cannot listen for the next trainer" in caplog.text) is (why == "taken")
     agent.worker.persister.close()
     puppet.log.close()

@@ -119,7 +119,7 @@ def test_one_that_somebody_removed_is_not_waited_for(make: Callable[..., Scene])
     scene.leave_record(9)
     scene.look()
     ((kind, error),) = scene.said(scene.older)
-    assert kind == "failed" and "was removed while its parts were waited for" in error
+    assert kind == "failed" and "was removed while waiting for its parts" in error
     assert scene.is_committed(scene.newer)
 
 
@@ -146,4 +146,4 @@ def test_one_of_a_trainer_before_holds_nothing_up(make: Callable[..., Scene]) ->
     assert scene.newer.is_over  # fenced: the successor left history before it
     scene.look()
     ((kind, error),) = scene.said(scene.older)
-    assert kind == "failed" and "was removed while its parts were waited for" in error
+    assert kind == "failed" and "was removed while waiting for its parts" in error

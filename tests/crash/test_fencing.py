@@ -96,7 +96,8 @@ def test_a_frozen_trainer_with_a_live_agent(run: Run, tmp_path: Path, reference:
     wait_for(trainer.is_stopped, "the trainer is stopped")
     wait_for(lambda: len(run.events("commit")) == 4, "its agent commits what is complete")
     run.finish()
-    assert "is alive; this process continues from disk" in trainer.log()
+    said = f"Resuming from disk instead of memory: another Checkpointer (process {trainer.pid}) still uses this run"
+    assert said in trainer.log()
     before = listing(run.paths.root, {2})
     trainer.signal(signal.SIGCONT)
     assert trainer.wait() == 1 and "PersistError" in trainer.log(), trainer.log()

@@ -420,7 +420,7 @@ def test_he_holds_the_lock_of_a_prefix(open_dir: Path, monkeypatch: pytest.Monke
     with living_stranger(lambda: hold(prefix.folder / "lock")) as said:
         if is_open:
             assert said == 1
-            with pytest.raises(PersistError, match="held by another process"):
+            with pytest.raises(PersistError, match="another process has held"):
                 prefix.count_checkpoint()
         else:
             assert said == "PermissionError"

@@ -91,7 +91,7 @@ def test_a_lost_store_ends_every_agent(make_cluster: MakeCluster) -> None:
     cluster.store.kill()
     assert cluster.codes() == {"a": exit_status.STORE_LOST, "b": exit_status.STORE_LOST}
     for name in ("a", "b"):
-        assert f"the store 127.0.0.1:{cluster.port} is lost" in cluster.nodes[name].text()
+        assert f"lost the store 127.0.0.1:{cluster.port}" in cluster.nodes[name].text()
 
 
 @pytest.mark.soak
@@ -131,7 +131,7 @@ def test_a_frozen_node_is_replaced_and_comes_back_as_a_spare(
     assert replaced(before, cluster.ranks()) == {before[1]: spare}
     frozen.signal_all(signal.SIGCONT)
     wait_for_spares(cluster, 1)
-    assert "took this one for dead" in frozen.text()
+    assert "declared this node dead" in frozen.text()
     assert cluster.rounds() == rounds + 1  # its return made nobody restart
     lose(cluster, "its successor killed", spare)  # and it is good for a slot again
     assert cluster.ranks() == before
@@ -251,7 +251,7 @@ def test_a_second_agent_in_one_cache_directory_is_told_so(make_cluster: MakeClus
     cluster.wait_steps(2)
     cluster.start("b", STEPWELL_CACHE=str(cluster.cache("a")))
     assert cluster.codes(["b"]) == {"b": exit_status.FAILED}
-    assert "another agent lives in" in cluster.nodes["b"].text()
+    assert "another agent uses" in cluster.nodes["b"].text()
     assert cluster.rounds() == 1
 
 

@@ -122,7 +122,7 @@ def test_nodes_that_are_lost_are_named_and_the_shared_place_has_an_older_one(
     run = Small(run_dir, levels(cache))
     with caplog.at_level(logging.WARNING, "stepwell"):
         assert run.ckpt.restore() and run.ckpt.status().step == 2
-    assert f"step {step} was whole on the nodes" in caplog.text and "goes back to step 2" in caplog.text
+    assert f"Step {step} was complete on the nodes" in caplog.text and "goes back to step 2" in caplog.text
     run.ckpt.close(save=False)
 
 

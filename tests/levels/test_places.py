@@ -69,8 +69,8 @@ def test_nodes_with_one_id_and_caches_of_their_own_get_ids_of_their_own(tmp_path
     ids = [sitting.node for sitting in found]
     assert ids[::2] == ids[1::2] == [node_id(tmp_path / name) for name in "abc"] and len(set(ids)) == 3
     assert len({sitting.domain for sitting in found}) == 3
-    assert [(rank, type(event), event.text()[:37]) for rank, event in sorted(said, key=lambda item: item[0])] == [
-        (rank, NodeCloned, f"the node of rank {rank} had the id of that") for rank in (2, 4)
+    assert [(rank, type(event), event.text()[:46]) for rank, event in sorted(said, key=lambda item: item[0])] == [
+        (rank, NodeCloned, f"The nodes of rank {rank} and rank 0 had the same id") for rank in (2, 4)
     ]
     assert find(tmp_path, caches, machines) == (found, []), "once and for all"
 

@@ -55,5 +55,5 @@ def test_deltas_do_not_use_the_cache_and_that_is_logged(
     run = Small(run_dir, {"deltas": stepwell.LC(bits=3)})
     with caplog.at_level(logging.INFO, "stepwell"):
         run.ckpt.restore()
-    assert f"STEPWELL_CACHE={tmp_path / 'cache'} is not used: deltas= " in caplog.text
+    assert f"Ignoring STEPWELL_CACHE={tmp_path / 'cache'}: deltas= " in caplog.text
     run.ckpt.close()

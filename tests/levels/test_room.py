@@ -159,7 +159,7 @@ def test_what_is_withdrawn_is_withdrawn_on_rank_0_s_word_alone(
         word = {"manifest": None, "ended": "rank 0: it came to nothing", "newest": "", "held": None}
         monkeypatch.setattr(keeper.peers, "state", lambda rank, id: word)
     pending = SimpleNamespace(id=id, run=RUN, meta={}, written_at=time.monotonic() - 2 * keeper.patience - 1)
-    with pytest.raises(VoidError, match="came to nothing" if is_ended else "rank 0 did not end"):
+    with pytest.raises(VoidError, match="came to nothing" if is_ended else "rank 0 did not finish"):
         keeper.follow(pending)  # type: ignore[arg-type]
     assert len(before) == 4
     left = sorted(path.name for path in Path(str(keeper.paths.checkpoint(id))).iterdir())
@@ -209,7 +209,7 @@ def test_what_waits_for_a_rank_0_that_cannot_be_reached_is_bounded(tmp_path: Pat
         except VoidError:
             given_up.append(id)
     assert given_up == [ids[0], ids[2]]
-    assert keeper.answer("state", {"id": ids[0].directory, "by": 0})["void"].startswith("rank 1: rank 0 cannot be")
+    assert keeper.answer("state", {"id": ids[0].directory, "by": 0})["void"].startswith("rank 1: cannot reach rank 0")
     records = [Path(str(keeper.paths.checkpoint(id))) / "rank-00001.json" for id in ids]
     assert [path.exists() for path in records] == [id not in given_up for id in ids]
 

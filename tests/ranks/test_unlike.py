@@ -60,7 +60,7 @@ def test_a_rank_that_waits_for_a_save_of_its_own_is_told_who_is_missing(make: An
     assert told.startswith("rank 1 did not call save() after step 5"), told
     log = launch.ranks[0].log()
     assert "not all ranks have called save() after step 5: rank 1 is in step 6" in log
-    assert "let all ranks call save(), without `if rank == 0`" in log
+    assert "Call save() on all ranks, without `if rank == 0`" in log
     assert set(range(8, 30, 4)) <= set(job.committed_steps())
     job.check_nothing_left()
 

@@ -209,5 +209,5 @@ def _folder(root: Path) -> tuple[list[str], list[str], list[int]]:
             f"{root}: {error.strerror}; file_root= is a folder of classes", path=str(root)
         ) from error
     if not found:
-        raise stepwell.DataError(f"{root}: no pictures in it; file_root= is a folder of classes", path=str(root))
+        raise stepwell.DataError(f"{root}: contains no pictures; file_root= is a folder of classes", path=str(root))
     return classes, [path for path, _ in found], [label for _, label in found]

@@ -132,7 +132,7 @@ class StepwellReader(StorageReader):
 
     def _opened(self) -> Behind:
         if self._behind is None:
-            raise RestoreError(f"{self._run}: read_metadata has to come first")
+            raise RestoreError(f"{self._run}: call read_metadata first")
         return self._behind
 
     def _close(self) -> None:

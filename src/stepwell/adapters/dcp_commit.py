@@ -166,7 +166,7 @@ def finish(ticket: CommitTicket, world_size: int, keep: Keep) -> None:
     found = assemble.gather(paths, ticket.id, world_size)
     summaries = [item for item in found if not isinstance(item, int)]
     if not summaries:
-        told = f"{ticket.id}: there are records of {world_size - len(found)} of {world_size} ranks"
+        told = f"{ticket.id}: only {len(found)} of {world_size} ranks wrote their records"
         raise PersistError(told, step=ticket.id.step)
     commit.publish_manifest(paths, assemble.make_manifest(summaries))
     if read_history(paths).newest == ticket.id.lineage:

@@ -44,7 +44,7 @@ class StepwellWriter(StorageWriter):
 
     def __init__(self, run: str | os.PathLike[str], step: int, *, keep: int | Keep = 2) -> None:
         if type(step) is not int or step < 0:
-            raise ConfigError(f"step={step!r}: give the number of the step that is saved", found=step)
+            raise ConfigError(f"step={step!r}: give the number of the step to save", found=step)
         self._run, self._step = os.fspath(run), step
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self._ticket: CommitTicket | None = None
@@ -91,7 +91,7 @@ class StepwellWriter(StorageWriter):
         mappings = getattr(planner, "mappings", None) or {}
         flat = getattr(planner, "state_dict", None)
         if flat is None:
-            raise ConfigError(f"a planner of type {type(planner).__qualname__} does not show its state_dict")
+            raise ConfigError(f"a planner of type {type(planner).__qualname__} does not expose its state_dict")
         paths = {key: mappings.get(key, (key,)) for key in flat}
         stored = {tuple(map(str, paths[item.index.fqn])) for item in plan.items if item.type != WriteItemType.BYTE_IO}
         state = unflatten_state_dict(flat, paths)

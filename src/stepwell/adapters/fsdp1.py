@@ -34,8 +34,8 @@ class Sharded:
         """Fill this rank's pieces. Raises StateError for those of another number of ranks."""
         if state["ranks"] != this_rank().world_size:
             raise stepwell.StateError(
-                f"FSDP1's pieces were saved by {state['ranks']} ranks, these are {this_rank().world_size}; restart on "
-                "as many, or use FSDP2 (fully_shard), whose tensors can be cut anew"
+                f"FSDP1 shards were saved by {state['ranks']} ranks, but this run has {this_rank().world_size}; "
+                "restart on as many, or use FSDP2 (fully_shard), whose tensors can be resharded"
             )
         live = self.state_dict()
         with torch.no_grad():

@@ -36,8 +36,8 @@ class Callers:
             self._listener = listen(where, rank)
         except OSError as error:
             run_events.logger.warning(
-                "cannot listen for a successor (%s): after a crash of the trainer the next start continues from disk, "
-                "not from memory",
+                "cannot listen for the next trainer (%s): after a crash of this one, the next start continues from "
+                "disk, not from memory",
                 error,
             )
             return False

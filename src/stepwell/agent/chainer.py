@@ -78,7 +78,7 @@ class _Open:
         symbols = image[about.start : about.start + about.nbytes]
         found = precoded.load(self.writer.parts[about.part], image[about.facts :], symbols)
         if found.coded.facts.exact:
-            raise StateError(f"{found.coded.facts.exact} tensors hold values that cannot be coded")
+            raise StateError(f"{found.coded.facts.exact} tensors contain values that cannot be coded")
         return {about.part: found}
 
 
@@ -124,7 +124,7 @@ class Chainer:
         if chain is not None and chain.base == base:
             chain.writer.close()
             self._next = None
-        reason = "while storage fails, a newer snapshot needs its slot"
+        reason = "storage fails, and a newer snapshot needs its slot"
         self._log.emit(chain_events.ChainEnded(base=base.directory, reason=reason))
         self._say(ChainOver(base.directory))  # before the slot is given back
         self.let_go()
@@ -161,7 +161,7 @@ class Chainer:
             writer = self._begin(pending, leaves, coded)
             chain = _Open(pending.id, writer, leaves, pending.layout.number, coded)
         except Exception as error:  # whatever it is: the checkpoint is there, and so will the next ones be
-            self._log.emit(chain_events.ChainEnded(base=pending.id.directory, reason=f"no chain: {error}"))
+            self._log.emit(chain_events.ChainEnded(base=pending.id.directory, reason=f"cannot start a chain: {error}"))
             return None
         seconds = time.monotonic() - started
         self._log.emit(
@@ -213,7 +213,7 @@ class Chainer:
         chain, step = self._switch(pending), pending.id.step
         if chain is None:
             self._log.emit(
-                chain_events.DeltaSkipped(step=step, reason="its chain is over, and the next one has not begun")
+                chain_events.DeltaSkipped(step=step, reason="its chain has ended, and the next one has not begun")
             )
             return []
         if (suspect := pending.suspect()) is not None:

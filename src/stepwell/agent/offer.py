@@ -24,9 +24,9 @@ _hashing: Final = threading.Lock()
 def why_refused(wish: Peek, *, trainer: int, is_closing: bool) -> str | None:
     """Why somebody who asks for the memory does not get it; None if he does."""
     if wish.protocol != PROTOCOL:
-        return "another version of stepwell"
+        return "the agent is of another version of stepwell"
     if trainer:
-        return f"its trainer, process {trainer}, is alive"
+        return f"another Checkpointer (process {trainer}) still uses this run"
     return "closing" if is_closing else None
 
 
@@ -40,7 +40,7 @@ def offer_later(
         try:
             made = make_offer(complete)
         except Exception:  # the successor waits for an answer, whatever is wrong with the snapshot
-            run_events.logger.exception("no snapshot is offered to the process that asks")
+            run_events.logger.exception("it offers no snapshot")
             made = make_offer([])
         then(*made)
 

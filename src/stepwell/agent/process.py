@@ -127,7 +127,7 @@ class Agent:
             released = worker.queue.collect(worker.busy)
             for item in released:
                 if not item.is_over:
-                    worker.give_up(item, "its snapshot is void" if item.is_void else "given up for a newer one")
+                    worker.give_up(item, "its snapshot is void" if item.is_void else "dropped for a newer one")
             outbox, worker.outbox = worker.outbox, []
             if worker.queue.next_due() is not None or worker.queue.next_delta() is not None:
                 self._lock.notify_all()
@@ -271,7 +271,7 @@ class Agent:
                 self._selector.unregister(self.channel)
             self.channel.close()
             self.channel = None
-        self._streaming.drop("its process ended before it was streamed")
+        self._streaming.drop("its process ended before the snapshot was streamed")
         self._drop_incomplete()
         with self._lock:
             if not self._closing:

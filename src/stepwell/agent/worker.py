@@ -296,7 +296,7 @@ class Worker:
             if is_late or isinstance(error, (FencedError, VoidError)):
                 self.note_failure(pending, error, final=True)
             else:
-                run_events.logger.debug("looking after %s: %s", pending.id, error)  # and again soon
+                run_events.logger.debug("cannot check %s: %s", pending.id, error)  # and again soon
         else:
             if is_committed:
                 self.after_commit(pending, waited)
@@ -322,7 +322,7 @@ class Worker:
                 delay = _RETRY_SECONDS[min(word.failures, len(_RETRY_SECONDS) - 1)]
                 again = _Word(word.void, time.monotonic() + delay, word.failures + 1)
             if not word.failures:
-                action = "the other ranks wait" if again else "given up"
+                action = "the other ranks wait for it" if again else "given up"
                 self.log.emit(run_events.PersistFailed(step=word.void.id.step, error=str(error), action=action))
         with self.lock:
             self._voids = [other for other in self._voids if other is not word] + ([again] if again else [])
@@ -357,7 +357,7 @@ class Worker:
         if isinstance(error, FencedError):
             self.log.emit(run_events.Fenced(lineage=pending.id.lineage, newest=int(str(error.fields["newest"]))))
         delay = _RETRY_SECONDS[min(pending.failures, len(_RETRY_SECONDS) - 1)]
-        action = "given up" if final else f"trying again in {delay} s, or with the next snapshot"
+        action = "given up" if final else f"retrying in {delay} s, or with the next snapshot"
         self.log.emit(run_events.PersistFailed(step=pending.id.step, error=str(error), action=action))
         with self.lock:
             pending.failures += 1

@@ -1,4 +1,4 @@
-"""What happens to a chain of lossy checkpoints."""
+"""Events of a chain of lossy checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepwell.events.run_events import Event
 
 @dataclass(frozen=True, kw_only=True)
 class ChainBegun(Event):
-    """A base is committed, and records against it follow."""
+    """A base is committed; records that refer to it follow."""
 
     base: str
     codec: str
@@ -29,21 +29,22 @@ class Coding(Event):
         return logging.WARNING if self.where == "host" else logging.DEBUG
 
     def text(self) -> str:
-        return f"Deltas(device=True): parameters are quantised on {self.where}: {self.reason}"
+        return f"Quantising parameters on {self.where} (Deltas(device=True)): {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseDue(Event):
-    """The next step is to be a checkpoint, whatever the policy says."""
+    """The next step must be a checkpoint, whatever the policy says."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainEnded(Event):
-    """No more records go to a chain; what is in it stays."""
+    """A chain takes no more records; those it has stay."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "The chain of {base} ends: {reason}; {action}"
     base: str
     reason: str
     action: str = "the next checkpoint is a new base"
@@ -51,8 +52,10 @@ class ChainEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Delta(Event):
-    """A record is durable: what changed up to this step. kept: part of the entries that got a symbol; error: what is
-    missing, relative to the way from the base. write_seconds: the part of `seconds` that storage took.
+    """A record is durable: it holds the change up to this step.
+
+    kept: share of the entries that got a symbol. error: relative to the distance from the base. write_seconds: the
+    part of `seconds` that storage took.
     """
 
     step: int
@@ -68,7 +71,7 @@ class Delta(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaSkipped(Event):
-    """A step is in no record: the one before was still on its way, or its values are not to be trusted."""
+    """A step has no record: the previous one was still being written, or the values of the step are suspect."""
 
     step: int
     reason: str
@@ -76,7 +79,7 @@ class DeltaSkipped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Lossy(Event):
-    """What was restored is not the state to the bit."""
+    """The restored state is not bit-identical to the saved one."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
@@ -88,17 +91,17 @@ class Lossy(Event):
     def text(self) -> str:
         ended = "" if self.stopped is None else f"; {self.stopped}"
         records = f"{self.records} record{'' if self.records == 1 else 's'}"
-        return f"step {self.step} is lossy: {self.base} and {records} of {self.codec}{ended}"
+        return f"Step {self.step} is lossy: {self.base} plus {records} of {self.codec}{ended}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainLeft(Event):
-    """A chain reaches further than the checkpoint that was restored."""
+    """A chain reaches a later step than the restored checkpoint."""
 
     level: ClassVar[int] = logging.INFO
     step: int
     restored: int
 
     def text(self) -> str:
-        lossy = "restore(prefer='newest') would have gone on from there"
-        return f"step {self.restored} is exact; a lossy chain reaches step {self.step}: {lossy}"
+        lossy = "restore(prefer='newest') would continue from there"
+        return f"Step {self.restored} is exact, but a lossy chain reaches step {self.step}: {lossy}"

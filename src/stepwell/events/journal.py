@@ -102,7 +102,7 @@ class EventLog:
             self._failed = False
         except OSError as error:
             if not self._failed:
-                logger.warning("cannot write %s: %s; events are not kept until this works again", self.path, error)
+                logger.warning("Cannot write %s: %s; stepwell drops events until this works again", self.path, error)
             self._failed = True
 
     def keep(self, step: int, values: dict[str, Any]) -> None:

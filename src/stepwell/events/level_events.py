@@ -1,4 +1,4 @@
-"""What happens to checkpoints on their way through the levels."""
+"""Events of checkpoints on their way through the levels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from stepwell.events.run_events import Event
 
 @dataclass(frozen=True, kw_only=True)
 class LevelsChosen(Event):
-    """Nobody gave `levels=`, and the nodes have caches: where checkpoints go first, and what was measured for it.
+    """Without `levels=`, stepwell chose where checkpoints go first, by measuring the node caches and the shared place.
 
-    The seconds are of the slowest rank, for `nbytes` of each; None: that place could not be written.
+    The seconds are those of the slowest rank, for `nbytes` per rank; None: that place could not be written.
     """
 
     level: ClassVar[int] = logging.INFO
@@ -22,10 +22,20 @@ class LevelsChosen(Event):
     node_seconds: float | None
     shared_seconds: float | None
 
+    def text(self) -> str:
+        def measured(seconds: float | None) -> str:
+            return "cannot be written" if seconds is None else f"{seconds:.2g} s"
+
+        node, shared = measured(self.node_seconds), measured(self.shared_seconds)
+        return (
+            f"Checkpoints go to the {self.first} level first: {self.nbytes / 1e6:.0f} MB per rank take {node} in the "
+            f"node cache, {shared} in the shared place"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProtectionDiffers(Event):
-    """What `protect=` asks for cannot be had on these nodes. `is_less`: fewer of them may be lost."""
+    """These nodes cannot provide what `protect=` asks for. `is_less`: it survives fewer losses."""
 
     asked: str
     found: str
@@ -40,19 +50,19 @@ class ProtectionDiffers(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelsUnused(Event):
-    """A node's cache is named, and this start does not use it."""
+    """STEPWELL_CACHE is set, but this start does not use it."""
 
     level: ClassVar[int] = logging.WARNING
     path: str
     why: str
 
     def text(self) -> str:
-        return f"STEPWELL_CACHE={self.path} is not used: {self.why}"
+        return f"Ignoring STEPWELL_CACHE={self.path}: {self.why}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Protected(Event):
-    """This rank holds for others what it has to."""
+    """This rank holds its share of the redundancy of other ranks."""
 
     step: int
     nbytes: int
@@ -61,17 +71,21 @@ class Protected(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Degraded(Event):
-    """All ranks hold their parts of a checkpoint, but not all that was to protect it could be made."""
+    """All ranks hold their parts of a checkpoint, but part of its redundancy is missing."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
     ranks: list[int]
     reasons: dict[str, str] = field(default_factory=dict)
 
+    def text(self) -> str:
+        ranks = "; ".join(f"rank {rank}: {self.reasons.get(str(rank), 'unknown reason')}" for rank in self.ranks)
+        return f"Step {self.step} is complete but not fully protected ({ranks})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Flush(Event):
-    """This rank's part of a checkpoint is in the shared place; said by rank 0, all of it is."""
+    """This rank's part of a checkpoint is in the shared place. Logged by rank 0: the whole checkpoint is."""
 
     step: int
     nbytes: int
@@ -80,9 +94,10 @@ class Flush(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FlushFailed(Event):
-    """A checkpoint could not be carried to the shared place; it stays on the nodes, and training goes on."""
+    """A checkpoint could not be copied to the shared place. It stays on the nodes, and training continues."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "Cannot copy step {step} to the shared place: {error}; {action}"
     step: int
     error: str
     action: str
@@ -90,7 +105,7 @@ class FlushFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCloned(Event):
-    """The cache of this node had the id of another node: it got one of its own."""
+    """The cache of this node had the id of another node and got a new one."""
 
     level: ClassVar[int] = logging.WARNING
     rank: int
@@ -99,14 +114,14 @@ class NodeCloned(Event):
 
     def text(self) -> str:
         return (
-            f"the node of rank {self.rank} had the id of that of rank {self.of_rank} in {self.path}/node.json, and is "
-            "another one (cloned from one image?): it has a new id now"
+            f"The nodes of rank {self.rank} and rank {self.of_rank} had the same id in {self.path}/node.json but "
+            f"are different nodes (cloned from one image?). The node of rank {self.rank} has a new id now"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneCache(Event):
-    """Several machines have one and the same directory for a cache."""
+    """Several machines use the same directory as their cache."""
 
     level: ClassVar[int] = logging.WARNING
     ranks: list[int]
@@ -115,14 +130,14 @@ class OneCache(Event):
     def text(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
         return (
-            f"the caches of ranks {ranks}, on different machines, are one directory, {self.path}: nothing protects "
-            "what is there; give Node() a local disk of each node"
+            f"The caches of ranks {ranks}, on different machines, are one directory, {self.path}: nothing "
+            "protects its content. Give Node() a local disk of each node"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFailing(Event):
-    """The cache of this node takes nothing: this rank's parts go straight to the shared place."""
+    """The cache of this node cannot be written: this rank writes straight to the shared place."""
 
     level: ClassVar[int] = logging.WARNING
     path: str
@@ -130,14 +145,14 @@ class CacheFailing(Event):
 
     def text(self) -> str:
         return (
-            f"the cache of this node, {self.path}, cannot be written: {self.error}; the parts of this rank go straight "
-            "to the shared place, and nothing is held here for other nodes, until it can be written again"
+            f"Cannot write the cache of this node, {self.path}: {self.error}. Until this works again, this rank "
+            "writes straight to the shared place, and this node holds nothing for other nodes"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheMade(Event):
-    """The cache of this node was not there, and was made; `missing`: the first directory of it that was not there."""
+    """stepwell created the cache of this node. `missing`: the first directory of its path that did not exist."""
 
     level: ClassVar[int] = logging.WARNING
     path: str
@@ -147,38 +162,41 @@ class CacheMade(Event):
     free_bytes: int
 
     def text(self) -> str:
-        way = "" if self.missing == self.path else f", nor was {self.missing}"
+        way = "" if self.missing == self.path else f"; neither did {self.missing}"
         return (
-            f"the cache of this node, {self.path}, was not there{way}: it was made on the file system mounted at "
-            f"{self.mount} ({self.file_system}, {self.free_bytes / 1e9:.3g} GB free); if that is not the disk that it "
-            "should be on, mount that, and start again"
+            f"The cache of this node, {self.path}, did not exist{way}. stepwell created it on the file system "
+            f"mounted at {self.mount} ({self.file_system}, {self.free_bytes / 1e9:.3g} GB free). If that is the "
+            "wrong disk, mount the right one and start again"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheWorks(Event):
-    """The cache of this node takes this rank's parts again."""
+    """The cache of this node can be written again."""
 
     level: ClassVar[int] = logging.WARNING
     path: str
 
     def text(self) -> str:
-        return f"the cache of this node, {self.path}, can be written again"
+        return f"The cache of this node, {self.path}, is writable again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MarkFailed(Event):
-    """The shared place could not be told how far the nodes are."""
+    """The mark in the shared place that names the newest step on the nodes could not be updated."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "Cannot note in the shared place that the nodes have step {step}: {error}; {action}"
     step: int
     error: str
-    action: str = "tried again until it works; until then a start that does not find the nodes does not know of it"
+    action: str = (
+        "stepwell retries until it works; until then, a start that does not find the nodes does not know this step"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodesBehind(Event):
-    """A checkpoint that was whole on the nodes cannot be had from them any more: the run goes further back."""
+    """A checkpoint that was complete on the nodes can no longer be read from them: the run goes further back."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
@@ -186,12 +204,16 @@ class NodesBehind(Event):
     why: str
 
     def text(self) -> str:
-        return f"step {self.step} was whole on the nodes, {self.why}: the run goes back to step {self.to}"
+        return f"Step {self.step} was complete on the nodes, {self.why}: the run goes back to step {self.to}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused(Event):
-    """Somebody asked this node's agent for something it does not give."""
+    """This node's agent refused requests."""
 
     level: ClassVar[int] = logging.WARNING
     kinds: dict[str, int]
+
+    def text(self) -> str:
+        found = ", ".join(f"{kind} ({count})" for kind, count in self.kinds.items())
+        return f"Refused requests of other processes to this node's agent: {found}"

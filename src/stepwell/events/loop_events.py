@@ -1,4 +1,4 @@
-"""What the log says of the loop: saves that wait or come again, where a restart goes on, and how training ended."""
+"""Events of the training loop: postponed and repeated saves, where a restart continues, how training ended."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ IN_BODY: Final = "in the loop body"
 
 @dataclass(frozen=True, kw_only=True)
 class PutOff(Event):
-    """save() was called between a batch and the optimizer's step: it is taken when that step is over."""
+    """save() was called between a batch and the optimizer's step: stepwell saves when that step is over."""
 
     level: ClassVar[int] = logging.INFO
     step: int
 
     def text(self) -> str:
-        return f"save() came in the middle of step {self.step}, and is taken when that step is over"
+        return f"save() was called in the middle of step {self.step}: stepwell saves when that step is over"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedAgain(Event):
-    """The code after a save went on, in the loop body or after the epoch: what that has would be incomplete."""
+    """Code after a save, in the loop body or after the epoch, changed the state: that save would be incomplete."""
 
     level: ClassVar[int] = logging.INFO
     step: int
@@ -34,23 +34,24 @@ class SavedAgain(Event):
 
     def text(self) -> str:
         return (
-            f"step {self.step} is saved again: after the save() {self.where} these changed: "
+            f"Saving step {self.step} again, because these changed after the save() {self.where}: "
             f"{', '.join(self.changed)}. Call save() last"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFailed(Event):
-    """A save whose moment does not come again came to nothing."""
+    """A save failed, and its moment does not come again."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "Cannot save step {step}: {reason}"
     step: int
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeftInEpoch(Event):
-    """The loop over ckpt.data was left in the middle of an epoch, and the code after it changed the state."""
+    """The loop over ckpt.data ended in the middle of an epoch, and the code after it changed the state."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
@@ -60,15 +61,15 @@ class LeftInEpoch(Event):
 
     def text(self) -> str:
         return (
-            f"the loop left epoch {self.epoch} after {self.batches} batches, and the code after it changed "
-            f"{', '.join(self.changed)}. A restart goes on with the next batch of that epoch, and runs that code "
-            "again: leave the outer loop first where that matters"
+            f"The loop left epoch {self.epoch} after {self.batches} batches, and the code after it changed "
+            f"{', '.join(self.changed)}. A restart continues with the next batch of that epoch and runs that code "
+            "again. If that matters, leave the outer loop first"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumedInPart(Event):
-    """The restored checkpoint lies in the middle of an accumulation."""
+    """The restored checkpoint is in the middle of a gradient accumulation."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
@@ -76,14 +77,15 @@ class ResumedInPart(Event):
 
     def text(self) -> str:
         return (
-            f"step {self.step} goes on in the middle of an accumulation: its gradients are back. A loop that counts "
-            f"batches with enumerate() has to begin at ckpt.data.index ({self.batches}), or it steps too late"
+            f"Step {self.step} continues in the middle of a gradient accumulation; its gradients are restored. A "
+            f"loop that counts batches with enumerate() must start at ckpt.data.index ({self.batches}), or its "
+            "optimizer steps too late"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLoader(Event):
-    """The loop reads or draws its data itself: a restart cannot skip what was used, nor does it know whether to."""
+    """The loop reads its data itself: a restart cannot skip the used batches, nor know whether it should."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
@@ -91,18 +93,19 @@ class OwnLoader(Event):
     batches: int
 
     def text(self) -> str:
-        counted = f"of epoch {self.epoch}" if self.epoch else "of epoch 0, or of all without ckpt.epochs()"
+        counted = f"of epoch {self.epoch}" if self.epoch else "of epoch 0 (or of all epochs without ckpt.epochs())"
         return (
-            f"step {self.step} comes after {self.batches} batches {counted}. If they are from a loader that stepwell "
-            "does not read, skip as many (ckpt.data.index), or pass data= and iterate ckpt.data. Code after the inner "
-            "loop runs again if these were all. A loop that draws its batches from the global generators of torch, "
-            "NumPy or Python, or from a tracked object, skips nothing: these are restored"
+            f"Step {self.step} follows {self.batches} batches {counted}. If they come from a loader that stepwell "
+            "does not read, skip as many (ckpt.data.index), or pass data= and iterate ckpt.data. If these were "
+            "all batches, the code after the inner loop runs again. A loop that draws its batches from the "
+            "global generators of torch, NumPy or Python, or from a tracked object, skips nothing: stepwell "
+            "restores these"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotRead(Event):
-    """A loader was given as data=, and the loop goes past it."""
+    """data= was given, but the loop reads another loader."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
@@ -110,25 +113,28 @@ class NotRead(Event):
 
     def text(self) -> str:
         return (
-            f"{self.calls} optimizer steps count as one, step {self.step}: data= was given, and no batch came from "
-            "ckpt.data, so a restart begins the epoch anew. Iterate ckpt.data instead of the loader"
+            f"Counted {self.calls} optimizer steps as one (step {self.step}): data= was given, but no batch came "
+            "from ckpt.data, so a restart begins the epoch again. Iterate ckpt.data instead of the loader"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoEpochs(Event):
-    """Something is asked for at the end of epochs, and nothing says where they end."""
+    """An option refers to the end of epochs, but stepwell does not know where they end."""
 
     level: ClassVar[int] = logging.WARNING
     asked: str
 
     def text(self) -> str:
-        return f"{self.asked} never happens: nothing tells where an epoch ends. Iterate ckpt.epochs(n), or ckpt.data"
+        return (
+            f"{self.asked} never happens: stepwell does not know where an epoch ends. Iterate ckpt.epochs(n) or "
+            "ckpt.data"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutsideEpochs(Event):
-    """After a restart the loop does not ask in which epoch it goes on."""
+    """After a restart the loop does not ask which epoch to continue."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
@@ -137,15 +143,15 @@ class OutsideEpochs(Event):
     def text(self) -> str:
         more = "1 epoch" if self.epoch == 1 else f"{self.epoch} epochs"
         return (
-            f"this restart goes on in epoch {self.epoch}, and the loop does not iterate ckpt.epochs(n): `for epoch in "
-            f"range(n)` begins at 0 again, and trains {more} too many. Iterate ckpt.epochs(n). A loop that counts in a "
-            "tracked object, and ends by that, is right as it is"
+            f"This restart continues in epoch {self.epoch}, but the loop does not iterate ckpt.epochs(n): `for "
+            f"epoch in range(n)` starts at 0 again and trains {more} too many. Iterate ckpt.epochs(n). Ignore "
+            "this if the loop counts epochs in a tracked object and ends by that"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoSteps(Event):
-    """The loop goes on, and no tracked optimizer steps."""
+    """The loop continues, but no tracked optimizer steps."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
@@ -153,14 +159,14 @@ class NoSteps(Event):
 
     def text(self) -> str:
         return (
-            f"{self.batches} batches since step {self.step}, and no tracked optimizer has stepped: nothing is saved. "
-            "One that was made after the Checkpointer is not known to it: make a new Checkpointer with it"
+            f"{self.batches} batches since step {self.step}, and no tracked optimizer has stepped: stepwell saves "
+            "nothing. If you created an optimizer after the Checkpointer, create a new Checkpointer with it"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeftEpochs(Event):
-    """The loop over `ckpt.epochs()` was left early, and the run ends in good order."""
+    """The loop over `ckpt.epochs()` ended early, and the run closes normally."""
 
     level: ClassVar[int] = logging.INFO
     step: int
@@ -169,22 +175,22 @@ class LeftEpochs(Event):
 
     def text(self) -> str:
         return (
-            f"training was left in epoch {self.epoch} of {self.epochs}, at step {self.step}: a restart trains on. "
-            "ckpt.finish() in the place of break ends the run"
+            f"The loop ended in epoch {self.epoch} of {self.epochs}, at step {self.step}: a restart trains on. To "
+            "end the run there, call ckpt.finish() instead of break"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overridden(Event):
-    """The script's own settings are others than when the run began; the checkpoint's hold."""
+    """The script's settings have changed since the run began; those of the checkpoint are used."""
 
     level: ClassVar[int] = logging.WARNING
     changed: list[str]
 
     def text(self) -> str:
         return (
-            f"the checkpoint's settings hold, and the script's have changed: {'; '.join(self.changed)}. Set them after "
-            "restore() to have the script's"
+            f"Using the settings of the checkpoint; the script has others: {'; '.join(self.changed)}. To use "
+            "those of the script, set them after restore()"
         )
 
 
@@ -201,7 +207,7 @@ class Ended(Event):
         where = "nothing is on disk" if self.on_disk is None else f"step {self.on_disk} is on disk"
         redone = self.step - (self.on_disk or 0)
         steps = "step" if redone == 1 else "steps"
-        return f"training ended at step {self.step} ({self.reason}); {where}: a restart does {redone} {steps} again"
+        return f"Training ended at step {self.step} ({self.reason}); {where}: a restart redoes {redone} {steps}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,41 +219,42 @@ class StillOpen(Event):
 
     def text(self) -> str:
         return (
-            f"the Checkpointer of {self.place} is still open in this process, and follows the same optimizer: it goes "
-            "on saving there, with an agent, threads and memory of its own. close() it if that is over, or use `with`"
+            f"The Checkpointer of {self.place} is still open in this process and tracks the same optimizer: it "
+            "keeps saving there, with its own agent, threads and memory. If you are done with it, close() it or "
+            "use `with`"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeavesLater(Event):
-    """The last checkpoint is made, and another Checkpointer of this process is in the middle of a step."""
+    """The last checkpoint is saved, but another Checkpointer of this process is in the middle of a step."""
 
     level: ClassVar[int] = logging.INFO
     step: int
 
     def text(self) -> str:
-        return f"step {self.step} is saved; another Checkpointer of this process finishes its step first"
+        return f"Saved step {self.step}; waiting for another Checkpointer of this process to finish its step"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoSuchVariable(Event):
-    """Something is set in the environment that looks like one of ours."""
+    """An environment variable looks like a misspelled one of ours."""
 
     level: ClassVar[int] = logging.WARNING
     name: str
     meant: str
 
     def text(self) -> str:
-        return f"{self.name} is set in the environment and has no effect; did you mean {self.meant}?"
+        return f"The environment variable {self.name} has no effect; did you mean {self.meant}?"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Redirected(Event):
-    """`stepwell prove` runs a script in a directory that trains in a bucket."""
+    """`stepwell prove` runs a script that trains in a bucket in a directory instead."""
 
     level: ClassVar[int] = logging.WARNING
     asked: str
     place: str
 
     def text(self) -> str:
-        return f"STEPWELL_WHERE puts this run into {self.place}, in the place of {self.asked}: the bucket is not used"
+        return f"STEPWELL_WHERE puts this run into {self.place} instead of the bucket {self.asked}"

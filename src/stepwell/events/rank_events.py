@@ -1,4 +1,4 @@
-"""What happens between ranks, as lines of the event log."""
+"""Events between ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepwell.events.run_events import Event
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing(Event):
-    """The ranks agreed on who stores what: tensors that are stored once for all, and those of rank 0's own."""
+    """The ranks agreed on who stores what: how many tensors all share, and how many belong to rank 0 alone."""
 
     ranks: int
     shared: int
@@ -20,18 +20,18 @@ class Sharing(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NoAgent(Event):
-    """The agent of a rank died again and again: without its parts there are no checkpoints."""
+    """The agent of a rank keeps dying. Without its parts there are no checkpoints."""
 
     level: ClassVar[int] = logging.ERROR
     of_rank: int
 
     def text(self) -> str:
-        return f"rank {self.of_rank} has no agent any more: no rank writes checkpoints; see the log of that rank"
+        return f"The agent of rank {self.of_rank} keeps dying: no rank writes checkpoints; see the log of that rank"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedAlone(Event):
-    """Not all ranks called `save()` after a step: that checkpoint is void."""
+    """Not all ranks called `save()` after a step, so that checkpoint is void."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
@@ -40,14 +40,14 @@ class SavedAlone(Event):
 
     def text(self) -> str:
         return (
-            f"rank {self.missing} did not call save() after step {self.step}, and rank {self.by} did: this checkpoint "
-            "is void; let all ranks call save(), without `if rank == 0`"
+            f"Rank {self.missing} did not call save() after step {self.step}, but rank {self.by} did: this checkpoint "
+            "is void. Call save() on all ranks, without `if rank == 0`"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoliciesDiffer(Event):
-    """The ranks were not given the same policy: that of rank 0 holds for all of them."""
+    """The ranks have different policies: all follow rank 0."""
 
     level: ClassVar[int] = logging.WARNING
     of_rank: int
@@ -57,7 +57,7 @@ class PoliciesDiffer(Event):
 
     def text(self) -> str:
         given, first = f"{self.name}={self.other}", f"{self.name}={self.first}"
-        return f"rank {self.of_rank} was given {given}, and rank 0 {first}: all ranks follow rank 0"
+        return f"Rank {self.of_rank} has {given}, but rank 0 has {first}: all ranks follow rank 0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,5 +69,5 @@ class RankLost(Event):
     host: str | None = None
 
     def text(self) -> str:
-        where = "" if self.host is None else f", on {self.host},"
-        return f"rank {self.rank}{where} is gone: its process ended, or its machine cannot be reached"
+        where = "" if self.host is None else f" on {self.host}"
+        return f"Lost rank {self.rank}{where}: its process ended, or its machine cannot be reached"

@@ -1,4 +1,4 @@
-"""What happens while a run is read, as lines of the event log."""
+"""Events while a run is read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from stepwell.events.run_events import Event
 
 @dataclass(frozen=True, kw_only=True)
 class Gone(Event):
-    """A checkpoint was listed, and removed before its files were open: by a trainer that lives, or by a person."""
+    """A checkpoint was listed, and removed before its files were open, by a live trainer or a person."""
 
     level: ClassVar[int] = logging.INFO
     directory: str
 
     def text(self) -> str:
-        return f"{self.directory} was removed before it was open: the run has newer ones now; looking again"
+        return (
+            f"{self.directory} was removed before restore could open it: the run has newer checkpoints now; "
+            "searching again"
+        )

@@ -1,13 +1,13 @@
-"""What can happen to a run: one typed record per happening.
+"""The events of a run: one typed record per kind.
 
 Owns:    the list of event kinds and the line each shows to a person.
-Not:     writing them down (journal). An event decides nothing.
+Not:     writing events (journal). An event decides nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from stepwell.escape import shown
@@ -16,9 +16,9 @@ logger = logging.getLogger("stepwell")
 
 
 def _make_fit(record: logging.LogRecord) -> bool:
-    """Whatever is logged may quote a file that anybody wrote, or an address."""
+    """Escape control characters and hide addresses: a message may quote a file that anybody wrote."""
     record.msg, record.args = shown(record.getMessage()), None
-    if record.exc_info and not record.exc_text:  # formatters take this where it is there
+    if record.exc_info and not record.exc_text:  # formatters prefer this text
         record.exc_text = shown(logging.Formatter().formatException(record.exc_info))
     return True
 
@@ -28,9 +28,10 @@ logger.addFilter(_make_fit)
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Base of all events; `level` is the level of its line in `logging`."""
+    """Base of all events. `level` is its level in `logging`, `line` what a person reads, with fields in braces."""
 
     level: ClassVar[int] = logging.DEBUG
+    line: ClassVar[str] = ""
 
     @property
     def kind(self) -> str:
@@ -38,20 +39,20 @@ class Event:
         return "".join(f"-{c.lower()}" if c.isupper() else c for c in type(self).__name__).lstrip("-")
 
     def severity(self) -> int:
-        """Level of this very one."""
+        """Level of this one event."""
         return self.level
 
     def text(self) -> str:
-        """One line for a person."""
-        facts = ", ".join(
-            f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) is not None
-        )
+        """One line for a person; without a `line`, all fields that are set."""
+        if self.line:
+            return self.line.format_map(vars(self))
+        facts = ", ".join(f"{name}={value}" for name, value in vars(self).items() if value is not None)
         return f"{self.kind.replace('-', ' ')}: {facts}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Event):
-    """A trainer opened the run. `data`: what a resume promises of the batches, `exact`, `order` or `replay`."""
+    """A trainer opened the run. `data`: how a resume continues the batches: `exact`, `order` or `replay`."""
 
     run: str
     step: int
@@ -63,7 +64,7 @@ class Start(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot(Event):
-    """A copy of the state is complete. `stall_seconds`: waited so far; `durable`: it is to be a checkpoint."""
+    """A copy of the state is complete. `stall_seconds`: waited so far; `durable`: it becomes a checkpoint."""
 
     step: int
     sequence: int
@@ -76,7 +77,7 @@ class Snapshot(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Stall(Event):
-    """The gate held the optimizer back until a copy was done."""
+    """The optimizer step waited for a copy to finish."""
 
     step: int
     seconds: float
@@ -84,29 +85,32 @@ class Stall(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotVoid(Event):
-    """A leaf changed while it was being copied: the snapshot was thrown away."""
+    """A leaf changed while it was being copied, so the snapshot was discarded."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "Discarded the snapshot of step {step}: {leaf} changed during the copy ({seen_by}); {action}"
     step: int
     leaf: str
     seen_by: str
-    action: str = "the next snapshot is taken blocking; guard the change with `with ckpt.updating():`"
+    action: str = "the next snapshot blocks training; guard the change with `with ckpt.updating():`"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSkipped(Event):
-    """A snapshot was due and was put off to a later step."""
+    """A snapshot was due and is postponed to a later step."""
 
     level: ClassVar[int] = logging.INFO
+    line: ClassVar[str] = "Skipped the save at step {step}: {reason}"
     step: int
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Event):
-    """The way snapshots are taken changed."""
+    """The snapshot strategy changed."""
 
     level: ClassVar[int] = logging.INFO
+    line: ClassVar[str] = "Snapshot strategy from step {step} on: {strategy} ({reason})"
     step: int
     strategy: str
     reason: str
@@ -117,15 +121,18 @@ class Suspect(Event):
     """Non-finite values in parameters or optimizer state."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "NaN or infinity at step {step} (tensors: {leaves}, first {first}); {action}"
     step: int
     leaves: int
     first: str
-    action: str = "the checkpoint is marked suspect; a restart prefers an older one without"
+    action: str = "the checkpoint is marked suspect; a restart prefers the last finite one"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arena(Event):
-    """Host memory for snapshots was set up or replaced."""
+    """Host memory for snapshots was allocated or replaced."""
+
+    line: ClassVar[str] = "Host memory holds fewer snapshots than wanted ({slots}): {reason}"
 
     slots: int
     slot_bytes: int
@@ -137,13 +144,10 @@ class Arena(Event):
     def severity(self) -> int:
         return logging.WARNING if self.reason else logging.DEBUG
 
-    def text(self) -> str:
-        return f"memory for {self.slots} snapshots, fewer than wanted: {self.reason}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Persist(Event):
-    """A snapshot's bytes are on storage."""
+    """All bytes of a snapshot are on storage."""
 
     step: int
     nbytes: int
@@ -152,9 +156,10 @@ class Persist(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PersistFailed(Event):
-    """Writing a snapshot failed; training goes on."""
+    """Writing a snapshot failed; training continues."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "Cannot write step {step}: {error}; {action}"
     step: int
     error: str
     action: str
@@ -162,7 +167,7 @@ class PersistFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Commit(Event):
-    """A checkpoint exists."""
+    """A checkpoint is committed."""
 
     step: int
     directory: str
@@ -184,13 +189,14 @@ class PruneFailed(Event):
     """Retention could not remove a checkpoint."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "Cannot remove the old checkpoint {directory}: {error}"
     directory: str
     error: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Storage(Event):
-    """How a file system is written fastest was found out, with the bytes of checkpoints."""
+    """stepwell measured, while writing checkpoints, how to write this file system fastest."""
 
     file_system: str
     threads: int
@@ -199,17 +205,13 @@ class Storage(Event):
     reason: str
 
     def text(self) -> str:
-        rate = f"{self.bytes_per_second / 1e9:.1f} GB/s"
-        writes = f"{self.threads} thread{'' if self.threads == 1 else 's'}, writes of {self.write_bytes >> 20} MiB"
-        return f"storage ({self.file_system}): {writes}, {rate}; {self.reason}"
+        speed = f"{self.bytes_per_second / 1e9:.1f} GB/s, {self.threads} threads, {self.write_bytes >> 20} MiB a write"
+        return f"Storage ({self.file_system}): {speed}; {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision(Event):
-    """The automatic interval changed: what it is now, which term bound it, and what it was computed from.
-
-    `is_news`: it changed so much that a person may want to know.
-    """
+    """The automatic interval, the term that limits it, and its inputs. `is_news`: the change is worth a line."""
 
     step: int
     seconds: float
@@ -225,40 +227,36 @@ class Decision(Event):
     recovery_point: float | None
     sentence: str
     is_news: bool
+    line: ClassVar[str] = "{sentence}"
 
     def severity(self) -> int:
         return logging.INFO if self.is_news else self.level
 
-    def text(self) -> str:
-        return self.sentence
-
 
 @dataclass(frozen=True, kw_only=True)
 class Infeasible(Event):
-    """A wish of the user's cannot be met."""
+    """A request of the user cannot be met."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "{problem}"
     step: int
     problem: str
-
-    def text(self) -> str:
-        return self.problem
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureAgain(Event):
-    """What an earlier process measured does not hold any more."""
+    """The measurements of an earlier process are out of date."""
 
     level: ClassVar[int] = logging.INFO
     changed: list[str]
 
     def text(self) -> str:
-        return f"costs are measured again: {', '.join(self.changed)} changed"
+        return f"Measuring checkpoint costs again, because this changed: {', '.join(self.changed)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told(Event):
-    """The process was told to leave: by a signal, or by a notice."""
+    """A signal or a notice asked the process to exit."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
@@ -267,14 +265,14 @@ class Told(Event):
     saves: bool = True
 
     def text(self) -> str:
-        again = "; once more to leave at once" if self.by == "SIGINT" else ""
-        what = "and saved" if self.saves else "and nothing new is saved (another process of the run died)"
-        return f"{self.by}: the running step is finished {what}, within {self.grace:.0f} s{again}"
+        again = " Press again to quit without saving." if self.by == "SIGINT" else ""
+        saving = "saving" if self.saves else "another process of the run died; finishing, not saving,"
+        return f"{'Ctrl-C' if again else self.by}: {saving} the current step (up to {self.grace:.0f} s).{again}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Left(Event):
-    """The process leaves, because it was told to."""
+    """The process exits, because a signal or a notice asked it to."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
@@ -284,12 +282,13 @@ class Left(Event):
     reason: str
 
     def text(self) -> str:
-        return f"leaving at step {self.step}, {self.seconds:.1f} s after {self.by}: {self.reason}"
+        saved = f"Saved step {self.step}, exiting" if self.durable and self.step else f"Exiting: {self.reason};"
+        return f"{saved} {self.seconds:.1f} s after {self.by}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restore(Event):
-    """State was brought back. `redone`: steps done before the failure that have to be done again."""
+    """The state was restored. `redone`: steps that were done before the failure and must be done again."""
 
     level: ClassVar[int] = logging.INFO
     step: int
@@ -301,9 +300,8 @@ class Restore(Event):
     suspect: bool = False
 
     def text(self) -> str:
-        redone = "" if self.redone is None else f", {self.redone} step{'' if self.redone == 1 else 's'} redone"
-        suspect = ", marked suspect (non-finite values)" if self.suspect else ""
-        return f"restored step {self.step} from {self.source}, {self.seconds:.1f} s{redone}{suspect}"
+        redo = "" if self.redone is None else f"; {self.redone} step{'s' * (self.redone != 1)} to redo"
+        return f"Restored step {self.step} from {self.source} in {self.seconds:.1f} s{redo}{'; suspect' * self.suspect}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,37 +309,37 @@ class Fresh(Event):
     """There was nothing to restore."""
 
     level: ClassVar[int] = logging.INFO
+    line: ClassVar[str] = "Starting fresh: no checkpoint in {where}"
     where: str
-
-    def text(self) -> str:
-        return f"starting fresh: no checkpoint in {self.where}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Damage(Event):
-    """A checkpoint does not hold what it should; an older one is tried."""
+    """A checkpoint is damaged; restore tries the next older one."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "{directory} is damaged: {reason}; trying the next older checkpoint"
     directory: str
     reason: str
-
-    def text(self) -> str:
-        return f"damaged: {self.directory}: {self.reason}; trying the next older checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch(Event):
-    """`restore(strict=False)` left these leaves alone or converted them."""
+    """`restore(strict=False)` skipped or converted these leaves."""
 
     level: ClassVar[int] = logging.WARNING
     problems: list[str]
 
+    def text(self) -> str:
+        return f"restore(strict=False) skipped or converted: {'; '.join(self.problems)}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class AgentDeath(Event):
-    """The agent process ended unasked and was replaced."""
+    """The agent process died and was replaced."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "Agent {pid} died ({status}) and was replaced; snapshots sent to the new one: {resent}"
     pid: int
     status: str
     resent: int
@@ -349,9 +347,10 @@ class AgentDeath(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerDeath(Event):
-    """The trainer process ended without closing; complete snapshots are being finished."""
+    """The trainer process died without closing; the agent writes its complete snapshots."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "Trainer {pid} died at step {step}; snapshots still to write: {pending}"
     pid: int
     step: int
     pending: int
@@ -359,7 +358,7 @@ class TrainerDeath(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Adopted(Event):
-    """A successor took over the lingering agent and its memory."""
+    """A new trainer took over the waiting agent and its memory."""
 
     pid: int
     complete: int
@@ -367,12 +366,13 @@ class Adopted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Fenced(Event):
-    """A newer lineage exists: this process may not commit or prune any more."""
+    """A newer lineage exists: this process may no longer commit or prune."""
 
     level: ClassVar[int] = logging.ERROR
+    line: ClassVar[str] = "Lineage {newest} continues this run; lineage {lineage} must not write. {action}"
     lineage: int
     newest: int
-    action: str = "another process continues this run; stop this one"
+    action: str = "Another process continues this run; stop this one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,7 +394,7 @@ class Finished(Event):
 
     def text(self) -> str:
         if self.early and self.again:
-            return f"this run was finished early, at step {self.step}; restore(step={self.step}) trains on"
+            return f"Nothing to do: finish() ended this run at step {self.step}; restore(step={self.step}) trains on"
         if self.again:
-            return f"this run is finished (step {self.step}): no epoch left; ask for more epochs to train on"
-        return f"finished at step {self.step}"
+            return f"Nothing to do: all epochs are done (step {self.step}). Pass a larger number to epochs() to go on"
+        return f"Finished at step {self.step}"

@@ -1,4 +1,4 @@
-"""What happens to datasets of the SCR interface, beside what happens to all checkpoints on their way."""
+"""Events of datasets of the SCR interface, besides those of all checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepwell.events.run_events import Event
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterIgnored(Event):
-    """A parameter was set that has no effect here."""
+    """A parameter that is set has no effect here."""
 
     level: ClassVar[int] = logging.WARNING
     name: str
@@ -23,32 +23,32 @@ class ParameterIgnored(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NoInterval(Event):
-    """The program asks whether a checkpoint is due, and nothing says how often. SCR never says yes then."""
+    """The program asks whether a checkpoint is due, but no interval is set. SCR would never answer yes."""
 
     level: ClassVar[int] = logging.WARNING
 
     def text(self) -> str:
         return (
-            "need_checkpoint() says yes every time, because none of SCR_CHECKPOINT_INTERVAL, SCR_CHECKPOINT_SECONDS "
-            "and SCR_CHECKPOINT_OVERHEAD is set; SCR would say no"
+            "need_checkpoint() returns yes every time, because none of SCR_CHECKPOINT_INTERVAL, "
+            "SCR_CHECKPOINT_SECONDS and SCR_CHECKPOINT_OVERHEAD is set; SCR would return no"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown(Event):
-    """A dataset was named that there is not. SCR's calls succeed then, and do nothing."""
+    """The program named a dataset that does not exist. SCR's calls succeed then and do nothing."""
 
     level: ClassVar[int] = logging.WARNING
     call: str
     name: str
 
     def text(self) -> str:
-        return f"{self.call}({self.name!r}): there is no such dataset; nothing was done"
+        return f"{self.call}({self.name!r}) did nothing: there is no such dataset"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output(Event):
-    """A dataset is held by all ranks, and protected."""
+    """All ranks hold their parts of a dataset, and it is protected."""
 
     step: int
     name: str
@@ -58,9 +58,10 @@ class Output(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputDiscarded(Event):
-    """A dataset came to nothing on all ranks; older ones stay."""
+    """All ranks discarded a dataset; older ones stay."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "Discarded the dataset {name} of step {step} on all ranks: {reason}"
     step: int
     name: str
     reason: str
@@ -68,9 +69,10 @@ class OutputDiscarded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Passed(Event):
-    """A dataset cannot be restarted from; the next older one is tried."""
+    """A restart from this dataset failed; stepwell tries the next older one."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "Cannot restart from the dataset {name} of step {step}: {reason}; trying the next older one"
     step: int
     name: str
     reason: str
@@ -78,17 +80,19 @@ class Passed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Restarted(Event):
-    """The program went on from a dataset."""
+    """The program restarted from a dataset."""
 
     level: ClassVar[int] = logging.INFO
+    line: ClassVar[str] = "Restarted from the dataset {name} of step {step}"
     step: int
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repaired(Event):
-    """Something in this node's cache was damaged and is not used any more."""
+    """Something in this node's cache was damaged and is no longer used."""
 
     level: ClassVar[int] = logging.WARNING
+    line: ClassVar[str] = "Removed from the cache of this node, step {step}: {what}"
     step: int
     what: str

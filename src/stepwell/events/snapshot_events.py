@@ -1,4 +1,4 @@
-"""What becomes of a state that is to be copied, as lines of the event log."""
+"""Events of the copy of the state."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from stepwell.events.run_events import Event
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotRefused(Event):
-    """The state cannot be saved as it is. Looked at again now and then; said again if the reason changes."""
+    """The state cannot be saved as it is. stepwell checks again now and then, and logs again if the reason changes."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
     reason: str
 
     def text(self) -> str:
-        return f"NO checkpoint of step {self.step}, and none of the next ones while this stays so: {self.reason}"
+        return f"NO checkpoint of step {self.step} and the following steps, until you fix this: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outgrown(Event):
-    """The state grows faster than memory for a snapshot is made ready beside training."""
+    """The state grows faster than memory for snapshots can be allocated in the background."""
 
     level: ClassVar[int] = logging.WARNING
     step: int
@@ -32,14 +32,14 @@ class Outgrown(Event):
 
     def text(self) -> str:
         return (
-            f"the state ({self.nbytes / 1e6:.0f} MB) outgrows the memory for snapshots faster than it is made ready: "
-            f"training waited {self.seconds:.1f} s for the snapshot of step {self.step}"
+            f"The state ({self.nbytes / 1e6:.0f} MB) grows faster than stepwell can allocate memory for "
+            f"snapshots: training waited {self.seconds:.1f} s for the snapshot of step {self.step}"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class NothingBetween(Event):
-    """What is asked for between checkpoints (`memory=`, `deltas=`) has no effect."""
+    """An option for steps between checkpoints (`memory=`, `deltas=`) has no effect."""
 
     level: ClassVar[int] = logging.WARNING
     asked: str

@@ -146,7 +146,7 @@ def connect(found: FoundSocket, *, timeout: float) -> Channel | None:
     except OSError as error:
         sock.close()
         if error.errno in (errno.EAGAIN, errno.EINTR):
-            raise TimeoutError(f"process {found.pid} takes no call, for {timeout:.0f} s") from None
+            raise TimeoutError(f"process {found.pid} has accepted no connection for {timeout:.0f} s") from None
         return None
     return Channel(sock)
 

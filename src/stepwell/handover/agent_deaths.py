@@ -30,13 +30,12 @@ class AgentsFail(Event):
     seconds: float
 
     def text(self) -> str:
-        return f"{self.reason()}; another one is started in {self.seconds:.0f} s"
+        return f"{self.reason()}; starting another one in {self.seconds:.0f} s"
 
     def reason(self) -> str:
         """Without what comes next."""
         return (
-            f"the agent died {self.deaths} times within a minute (its own errors are above), and what it was to write "
-            "is given up"
+            f"the agent died {self.deaths} times within a minute (see its errors above); dropping what it had to write"
         )
 
 

@@ -47,7 +47,7 @@ class Channel:
             poll = select.poll()
             poll.register(self.socket, select.POLLOUT)
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError(f"the other end did not read for {_SEND_SECONDS:.0f} s")
+                raise TimeoutError(f"the other process did not read for {_SEND_SECONDS:.0f} s")
             with contextlib.suppress(BlockingIOError):
                 rest = rest[self.socket.sendmsg([rest], ancillary, socket.MSG_DONTWAIT) :]
                 ancillary = []

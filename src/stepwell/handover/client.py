@@ -134,12 +134,12 @@ class AgentClient:
                 if answer is not None:
                     continue
                 if not channel.has_news(deadline - time.monotonic()):
-                    raise TimeoutError(f"not within {_START_SECONDS:.0f} s")
+                    raise TimeoutError(f"did not start within {_START_SECONDS:.0f} s")
                 if not channel.fill():
                     raise BrokenPipeError
         except OSError as error:
             has_ended = isinstance(error, (BrokenPipeError, ConnectionResetError))
-            how = "ended at once; its error is above" if has_ended else f"does not answer: {error}"
+            how = "ended at once; see its error above" if has_ended else f"does not answer: {error}"
             raise AgentError(f"the agent (process {self.pid}) {how}", pid=self.pid) from error
 
     def give_up(self) -> str:
@@ -209,7 +209,7 @@ class AgentClient:
         try:
             self._channel.send(message, fds)
         except TimeoutError:
-            self._kill("does not read any more")
+            self._kill("no longer reads messages")
         except OSError:
             pass  # the listener sees the death and repeats all that matters
 
@@ -221,7 +221,7 @@ class AgentClient:
                 if not self._go_round():
                     break
             except Exception:  # this thread must live on: without it no slot is ever released
-                run_events.logger.exception("listening to the agent failed; it goes on")
+                run_events.logger.exception("an error in the thread that listens to the agent; it continues")
                 self._pause(_FIRST_RETRY_SECONDS)
         self._ended.set()
 
@@ -250,7 +250,7 @@ class AgentClient:
                     return None  # a fork of this process may hold its end of the socket
                 silent += _SLICE_SECONDS
                 if silent >= self._silent_seconds:
-                    self._kill(f"answers nothing for {silent:.0f} s")
+                    self._kill(f"has not answered for {silent:.0f} s")
                     return None
                 if not asked and silent >= self._silent_seconds / 4:
                     asked = True
@@ -258,7 +258,7 @@ class AgentClient:
         return None
 
     def _kill(self, why: str) -> None:
-        run_events.logger.warning("the agent (process %d) %s; it is replaced", self.pid, why)
+        run_events.logger.warning("the agent (process %d) %s; replacing it", self.pid, why)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
@@ -293,7 +293,7 @@ class AgentClient:
         try:
             self._on_message(message)
         except Exception:
-            run_events.logger.exception("a message of the agent was not understood: %s", type(message).__name__)
+            run_events.logger.exception("cannot understand a message of the agent: %s", type(message).__name__)
 
     def _replace(self) -> bool:
         """The agent died: start another one and tell it everything that is not durable yet. False: the run ends."""
@@ -338,7 +338,7 @@ class AgentClient:
                 self._greet()
                 return status
             except AgentError as error:
-                run_events.logger.error("%s; tried again in %.1f s", error, retry)
+                run_events.logger.error("%s; retrying in %.1f s", error, retry)
                 self._pause(retry)
                 retry = min(_LAST_RETRY_SECONDS, 2 * retry)
         return None

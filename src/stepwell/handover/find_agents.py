@@ -41,8 +41,8 @@ def make_whereabouts(paths: RunPaths, run: str) -> str:
         return found
     except (OSError, ConfigError) as error:
         run_events.logger.warning(
-            "after a crash the next start continues from disk, not from memory, since this run has no secret that only "
-            "its processes know: %s",
+            "after a crash the next start continues from disk, not from memory, because this run has no secret "
+            "that only its processes know: %s",
             error,
         )
         return ""
@@ -67,13 +67,13 @@ def _ask(where: str, rank: int, wish: Peek) -> tuple[Channel, Offer, list[int]] 
         try:
             channel = connect(found, timeout=_CALL_SECONDS)
         except TimeoutError as error:
-            run_events.logger.warning("agent not adopted: %s; this process continues from disk", error)
+            run_events.logger.warning("Resuming from disk instead of memory: %s", error)
             continue
         if channel is None:
             continue
         if is_stopped(channel.socket):
             run_events.logger.warning(
-                "agent not adopted: process %d is stopped; this process continues from disk", found.pid
+                "Resuming from disk instead of memory: the agent (process %d) is stopped", found.pid
             )
             channel.close()
             continue
@@ -83,7 +83,7 @@ def _ask(where: str, rank: int, wish: Peek) -> tuple[Channel, Offer, list[int]] 
             channel.socket.settimeout(None)
             return channel, answer, fds
         if answer is not None and answer.trainer:
-            run_events.logger.warning("agent not adopted: %s; this process continues from disk", answer.reason)
+            run_events.logger.warning("Resuming from disk instead of memory: %s", answer.reason)
         channel.close()
     return None
 

@@ -47,7 +47,7 @@ def start_process() -> tuple[Process, Channel]:
                 ours.close()
                 raise
     except OSError as error:
-        raise AgentError(f"the agent process could not be started: {error}", command=command[0]) from error
+        raise AgentError(f"cannot start the agent process: {error}", command=command[0]) from error
     return process, Channel(ours)
 
 
@@ -62,7 +62,7 @@ def end_process(process: Process | None, pid: int, seconds: float) -> str:
         process.kill()
     if not _wait_end(process, pid, seconds):
         raise AgentError(
-            f"the agent (process {pid}) does not end: its storage holds it, and no other one is started", pid=pid
+            f"the agent (process {pid}) does not end, because its storage hangs; stepwell starts no other one", pid=pid
         )
     return "gone" if process is None else f"exit status {process.returncode}"
 

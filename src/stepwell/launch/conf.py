@@ -38,7 +38,7 @@ def read_conf(given: Mapping[str, Any]) -> Conf:
     """Parse and check. Raises ConfigError that names the option."""
     known = {field.name: field for field in fields(Conf)}
     if unknown := sorted(given.keys() - known.keys()):
-        raise ConfigError(f"--rdzv-conf knows no {', '.join(unknown)}; it knows {', '.join(sorted(known))}")
+        raise ConfigError(f"--rdzv-conf has no option {', '.join(unknown)}; it has {', '.join(sorted(known))}")
     values: dict[str, Any] = {}
     for name, value in given.items():
         kind = str(known[name].type)

@@ -23,7 +23,7 @@ PROBE_BYTES: Final = 4 << 20
 def why_refused(root: Path | None, conf: Conf) -> str | None:
     """The reason why this node may not join; None if it may. Blocks for as long as the probes take."""
     if root is None and conf.min_free_gb:
-        return "min_free_gb is asked for, and STEPWELL_CACHE names no directory"
+        return "min_free_gb is set, but STEPWELL_CACHE is not; set it to the cache directory of this node"
     if root is not None and (reason := _look_at(root, conf.min_free_gb)):
         return reason
     return _run(conf.probe, conf.probe_seconds) if conf.probe else None
@@ -31,16 +31,16 @@ def why_refused(root: Path | None, conf: Conf) -> str | None:
 
 def _look_at(root: Path, min_free_gb: float) -> str | None:
     try:
-        make_private(root, advice="let STEPWELL_CACHE name a directory that only you can write to", may_be_passed=True)
+        make_private(root, advice="set STEPWELL_CACHE to a directory that only you can write to", may_be_passed=True)
         found = os.statvfs(root)
         free_gb = found.f_bavail * found.f_frsize / 1e9
         if free_gb < min_free_gb:
-            return f"{root}: {free_gb:.1f} GB free, {min_free_gb:g} GB are asked for"
+            return f"{root}: {free_gb:.1f} GB free, but min_free_gb asks for {min_free_gb:g} GB"
         return _write_and_read(root)
     except ConfigError as error:
         return str(error)
     except OSError as error:
-        return f"{root}: cannot be used: {error.strerror or error}"
+        return f"{root}: cannot use it: {error.strerror or error}"
 
 
 def _write_and_read(root: Path) -> str | None:
@@ -51,7 +51,7 @@ def _write_and_read(root: Path) -> str | None:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what is read then comes from the disk
         file.seek(0)
-        return None if file.read() == data else f"{root}: does not give back what was written"
+        return None if file.read() == data else f"{root}: does not return the bytes that were written"
 
 
 def _run(command: str, seconds: float) -> str | None:
@@ -62,7 +62,7 @@ def _run(command: str, seconds: float) -> str | None:
     except subprocess.TimeoutExpired:
         return f"the probe {command!r} took more than {seconds:g} s"
     except (OSError, ValueError) as error:
-        return f"the probe {command!r} cannot be run: {error}"
+        return f"cannot run the probe {command!r}: {error}"
     if done.returncode == 0:
         return None
     words = (done.stderr.strip() or done.stdout.strip()).splitlines()

@@ -32,4 +32,4 @@ def hold_port() -> socket.socket:
             except OSError:
                 held.close()
                 raise
-    raise OSError("no port is free on this machine")
+    raise OSError("there is no free port on this machine")

@@ -59,7 +59,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         host, port = parse_rendezvous_endpoint(params.endpoint, default_port=DEFAULT_PORT)
         root = Path(cache) if (cache := os.environ.get("STEPWELL_CACHE")) else None
         if not params.run_id or params.run_id == "none":
-            raise ConfigError("give the job a name: --rdzv-id=NAME, the same on all nodes")
+            raise ConfigError("name the job: --rdzv-id=NAME, the same on all nodes")
     except (ConfigError, ValueError) as error:
         say(str(error))
         raise LaunchEnded(exit_status.FAILED, str(error)) from error
@@ -159,7 +159,7 @@ class Rendezvous(RendezvousHandler):
             self._node = secrets.token_hex(16) if self._root is None else node_id(self._root)
         except (OSError, StepwellError) as error:
             # Without an id there is nothing to put in quarantine; the node stays outside all the same.
-            raise self._end(exit_status.QUARANTINED, f"this node may not join: {reason or error}") from error
+            raise self._end(exit_status.QUARANTINED, f"this node cannot join: {reason or error}") from error
         host, port = self._endpoint
         try:
             timeout = timedelta(seconds=self._conf.store_seconds)
@@ -196,7 +196,7 @@ class Rendezvous(RendezvousHandler):
         assert me is not None
         if not table.has(me.agent):
             if self._was_in:
-                logger.warning("the other nodes took this one for dead; it comes back as a new one")
+                logger.warning("the other nodes declared this node dead; it joins again as a new one")
                 me = self._begin_life(why_refused(self._root, conf))
             self._look_for_twin(table)
             return partial(change.enter, me=me)
@@ -220,7 +220,7 @@ class Rendezvous(RendezvousHandler):
         self._since = {("twin",): self._since.get(("twin",), now)}
         if now - self._since["twin",] > _TWIN_LIVES * self._conf.dead_seconds:
             raise self._end(
-                exit_status.FAILED, f"another agent lives in {self._root}: give each its own STEPWELL_CACHE"
+                exit_status.FAILED, f"another agent uses {self._root}: give each agent its own STEPWELL_CACHE"
             )
 
     def _run_out_of_patience(self, table: SlotTable) -> tuple[set[str], set[str], float]:
@@ -272,7 +272,7 @@ class Rendezvous(RendezvousHandler):
                 table = self._keeper.next_look()
         except StoreLostError as error:
             raise self._lost(error) from error
-        logger.warning("the workers of other nodes have not ended within %g s of ours", seconds)
+        logger.warning("the workers of other nodes did not end within %g s of ours", seconds)
 
     # Going
 
@@ -289,7 +289,7 @@ class Rendezvous(RendezvousHandler):
     def _lost(self, error: StoreLostError) -> LaunchEnded:
         host, port = self._endpoint
         self._has_left = True  # there is nobody to say goodbye to
-        return self._end(exit_status.STORE_LOST, f"the store {host}:{port} is lost, and the job with it ({error})")
+        return self._end(exit_status.STORE_LOST, f"lost the store {host}:{port}, and the job with it ({error})")
 
     def _end(self, code: int, reason: str) -> LaunchEnded:
         say(f"{self._job}: {reason} (exit status {code})")

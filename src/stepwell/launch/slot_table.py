@@ -110,7 +110,7 @@ def decode(data: bytes) -> SlotTable:
         plain["over"] = None if plain["over"] is None else Over(**plain["over"])
         return SlotTable(**plain)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise StateError(f"the store holds no table of slots under this name: {error}") from error
+        raise StateError(f"the store has no table of slots under this name: {error}") from error
 
 
 # Coming
@@ -140,7 +140,7 @@ def arrive(table: SlotTable, me: Member, generation: int, budget: int | None) ->
     if table.over is not None or slot is None or (table.is_running and table.generation != generation):
         return table
     if table.leaving:
-        return end(table, exit_status.REQUEUE, f"told to leave: {table.leaving}; start the job again")
+        return end(table, exit_status.REQUEUE, f"asked to exit: {table.leaving}; start the job again")
     if table.is_running:
         if table.finished:
             return end(table, exit_status.FAILED, f"the workers of slot {slot} failed when others had ended well")
@@ -198,7 +198,9 @@ def bury(table: SlotTable, agents: Collection[str], budget: int | None, *, is_go
     if not hit or not table.is_running:
         return table
     if table.finished:
-        return end(table, exit_status.REQUEUE, f"{_names(table, hit)} lost when others had ended; start the job again")
+        return end(
+            table, exit_status.REQUEUE, f"lost {_names(table, hit)} when other workers had ended; start the job again"
+        )
     return _break(table, budget, first="")
 
 
@@ -249,9 +251,13 @@ def give_up(table: SlotTable, waited: float) -> SlotTable:
     names = f"slot{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))}"
     if table.generation == 0:
         came = len(table.slots) - len(empty)
-        return end(table, exit_status.OUT_OF_SPARES, f"{came} of {len(table.slots)} nodes came within {waited:g} s")
+        return end(
+            table, exit_status.OUT_OF_SPARES, f"only {came} of {len(table.slots)} nodes joined within {waited:g} s"
+        )
     return end(
-        table, exit_status.OUT_OF_SPARES, f"out of spares: {names} lost its node, and none came within {waited:g} s"
+        table,
+        exit_status.OUT_OF_SPARES,
+        f"out of spares: {names} lost its node, and no other joined within {waited:g} s",
     )
 
 
@@ -260,7 +266,7 @@ def _break(table: SlotTable, budget: int | None, first: str) -> SlotTable:
     restarts = table.restarts + 1
     table = replace(table, is_running=False, arrived=frozenset(), restarts=restarts, first=first)
     if budget is not None and restarts > budget:
-        return end(table, exit_status.OUT_OF_RESTARTS, f"out of restarts: the job was allowed {budget}")
+        return end(table, exit_status.OUT_OF_RESTARTS, f"out of restarts: the job allows {budget}")
     return table
 
 

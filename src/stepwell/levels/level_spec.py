@@ -1,4 +1,4 @@
-"""What a user says about levels, and how it travels to the agent.
+"""The `levels=` option: its public types, checks and defaults, and its form in messages to the agent.
 
     levels=[Node("/local/cache", keep=2, protect=Pairs()), Shared(every=10)]
 
@@ -23,17 +23,17 @@ class Single:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Ranks of different nodes hold each other's shards, two by two."""
+    """Two ranks on different nodes each hold a copy of the other's shard."""
 
 
 @dataclass(frozen=True)
 class Partner:
-    """Each rank's shard is copied to the next node, in a ring."""
+    """Each rank copies its shard to the next node, in a ring."""
 
 
 @dataclass(frozen=True)
 class Xor:
-    """Parity over sets of `n` nodes: one of each set may be lost."""
+    """Parity over sets of `n` nodes: each set survives the loss of one node."""
 
     n: int = 8
 
@@ -43,7 +43,7 @@ class Xor:
 
 @dataclass(frozen=True)
 class ReedSolomon:
-    """Parity over sets of `n` nodes: any `m` of each set may be lost. Needs `pip install stepwell[parity]`."""
+    """Parity over sets of `n` nodes: each set survives the loss of any `m`. Needs `pip install stepwell[parity]`."""
 
     n: int = 8
     m: int = 2
@@ -65,11 +65,11 @@ def _check_set(what: Protection, n: int, m: int) -> None:
 
 @dataclass(frozen=True)
 class Node:
-    """A directory on a disk, or in the memory, of each node; the same path on all of them.
+    """A directory on a local disk, or in memory, of each node; the same path on all nodes.
 
-    path:     by default what STEPWELL_CACHE says
-    keep:     how many whole checkpoints stay there, at least 2: a crash while one is written leaves the other
-    protect:  copies or parity on other nodes; by default Pairs(), if there is more than one node
+    path:     by default the value of STEPWELL_CACHE
+    keep:     how many complete checkpoints to keep there, at least 2: a crash during a write leaves the other
+    protect:  copies or parity on other nodes; by default Pairs() with several nodes
     domain:   what fails together, where that is more than a node: the name of a rack, say
     address:  of this node, where other nodes reach it; by default the one that the launcher names
     tls:      a folder with cert.pem, key.pem and ca.pem, on every node: what travels between them is encrypted
@@ -95,10 +95,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Shared:
-    """The place that the Checkpointer was given, which outlives all nodes.
+    """The directory or bucket of the Checkpointer, which outlives all nodes.
 
-    every:  each so many checkpoints one is carried there; those that were asked for are, in any case
-    rate:   at most so many bytes a second, of all ranks together
+    every:  copy every n-th checkpoint there; explicit saves are always copied
+    rate:   limit in bytes per second, for all ranks together
     """
 
     every: int = 10
@@ -113,7 +113,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Levels:
-    """What the Checkpointer was told. `is_default`: nobody said so; checkpoints may as well go to the shared place."""
+    """The levels of a run. `is_default`: the user did not choose; checkpoints may go straight to the shared place."""
 
     node: Node
     shared: Shared
@@ -121,7 +121,7 @@ class Levels:
 
 
 def read_levels(levels: Sequence[Node | Shared] | None) -> Levels | None:
-    """What `levels=` means; None: checkpoints go straight to the shared place. Raises ConfigError."""
+    """Read `levels=`. None: checkpoints go straight to the shared place. Raises ConfigError."""
     if levels is None:
         return Levels(Node(), Shared(), is_default=True) if os.environ.get("STEPWELL_CACHE") else None
     if not isinstance(levels, list | tuple):

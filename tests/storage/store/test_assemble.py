@@ -260,7 +260,7 @@ def test_a_rank_that_loses_patience_leaves_its_part_to_the_leader(scene: Scene) 
     pending: Any = SimpleNamespace(
         id=scene.id, owner=Owner(1, WORLD), written_at=0.0, record=scene.record(1), meta={"name": None}
     )
-    with pytest.raises(VoidError, match="the leader did not end"):
+    with pytest.raises(VoidError, match="the leader did not finish"):
         persister.follow(pending)
     assert sorted(scene.gather()) == [-2, -1, 0], "the records are whole: the leader may commit"
     assemble.end_void(scene.paths, scene.void(2))

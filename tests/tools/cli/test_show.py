@@ -80,7 +80,7 @@ def test_the_policy_of_a_run_that_decides(tmp_path: Path) -> None:
     small.train_until_decided()
     small.ckpt.close()
     out = good("show", "--policy", tmp_path / "run").out
-    assert " ".join(out.split()).startswith("A checkpoint every ")
+    assert " ".join(out.split()).startswith("Saving every ")
     assert "bound by" in out and ("overhead" in out or "storage" in out)
     document = good("show", "--policy", tmp_path / "run", "--json").json
     assert document["failures"] == 0 and document["decisions"][-1]["term"] in ("overhead", "storage")

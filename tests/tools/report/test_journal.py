@@ -20,9 +20,9 @@ def test_the_same_again_is_for_the_file_alone(tmp_path: Path, caplog: pytest.Log
         log.emit(run_events.SnapshotSkipped(step=step, reason=reason))
     log.close()
     assert [record.message for record in caplog.records] == [
-        "snapshot skipped: step=0, reason=no memory yet",
-        "snapshot skipped: step=3, reason=all slots are busy",
-        "snapshot skipped: step=4, reason=no memory yet",
+        "Skipped the save at step 0: no memory yet",
+        "Skipped the save at step 3: all slots are busy",
+        "Skipped the save at step 4: no memory yet",
     ]
     assert [event["step"] for event in read_events(log.path)] == [0, 1, 2, 3, 4]
 

@@ -29,7 +29,7 @@ def test_a_shuffled_loader_without_a_sampler_of_ranks_is_said_once_and_by_rank_0
     loader = DataLoader(DATA, batch_size=4, shuffle=True)
     assert said(loader, 0, 4) == [SameSamples(ranks=4)]
     assert said(loader, 1, 4) == [] == said(loader, 0, 1)
-    assert "each of the 4 ranks trains on the same samples" in SameSamples(ranks=4).text()
+    assert "Each of the 4 ranks trains on the same samples" in SameSamples(ranks=4).text()
     assert said(DataLoader(DATA, batch_size=None, shuffle=True), 0, 2) == [SameSamples(ranks=2)]
 
 

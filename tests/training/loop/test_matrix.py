@@ -89,11 +89,11 @@ def test_the_restart_ends_like_the_uninterrupted_loop(
     status, text, _ = cell.run(**loop, **happens)
     assert status == STATUS.get(event, 0), text
     if event == "exception":
-        assert "training ended at step" in text and "a restart does" in text
+        assert "Training ended at step" in text and "a restart redoes" in text
     status, text, final = cell.run(**loop)
     assert status == 0, text
     if runs_its_tail_again(event, kind, source, place):
-        assert ANNOUNCED in text and "Code after the inner loop runs again" in text
+        assert ANNOUNCED in text and "the code after the inner loop runs again" in text
         assert final is not None and final["seen"] == straight[kind, source]["seen"]
     else:
         assert final == straight[kind, source], text

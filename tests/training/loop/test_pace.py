@@ -29,7 +29,7 @@ class Longer(Small):
         """Until there is an interval, and so many checkpoints are committed."""
         for batch in self.ckpt.data:
             self.update(batch)
-            if self.ckpt.status().policy.startswith("A checkpoint every") and len(self.events("commit")) >= commits:
+            if self.ckpt.status().policy.startswith("Saving every") and len(self.events("commit")) >= commits:
                 return
         raise AssertionError(self.ckpt.status().policy)
 
@@ -41,7 +41,7 @@ def automatic(where: Path, **options: Any) -> Longer:
 def test_it_decides_and_says_why(tmp_path: Path) -> None:
     small = automatic(tmp_path / "run")
     small.ckpt.restore()
-    assert "when the first one is measured" in small.ckpt.status().policy
+    assert "is measuring the first checkpoint" in small.ckpt.status().policy
     small.train_until_decided(commits=4)
     text = small.ckpt.status().policy
     small.ckpt.close()
@@ -51,7 +51,7 @@ def test_it_decides_and_says_why(tmp_path: Path) -> None:
         floors = max(decision["checkpoint_seconds"] / decision["overhead_bound"], decision["durable_seconds"])
         assert decision["seconds"] == pytest.approx(floors), "no failure rate is known"
         assert decision["term"] in ("overhead", "storage") and decision["predicted_overhead"] <= 0.035 * 1.0001
-    assert text == decisions[-1]["sentence"] or text.startswith("A checkpoint every")
+    assert text == decisions[-1]["sentence"] or text.startswith("Saving every")
 
 
 def test_the_first_one_is_measured_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +78,8 @@ def test_a_recovery_point_that_cannot_be_met_is_told(tmp_path: Path) -> None:
     small = automatic(tmp_path / "run", policy=stepwell.Auto(recovery_point=1e-6))
     small.train_until_decided()
     small.ckpt.close()
-    assert "cannot be promised" in small.events("infeasible")[0]["problem"]
-    assert "cannot be promised" in small.events("decision")[-1]["sentence"]
+    assert "cannot limit lost work" in small.events("infeasible")[0]["problem"]
+    assert "cannot limit lost work" in small.events("decision")[-1]["sentence"]
 
 
 def test_what_was_measured_is_remembered(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_what_was_measured_is_remembered(tmp_path: Path) -> None:
     again.ckpt.restore()
     again.train(stop_after=2)
     known = again.events("decision")
-    assert known[-1]["step"] <= again.ckpt.status().step and again.ckpt.status().policy.startswith("A checkpoint every")
+    assert known[-1]["step"] <= again.ckpt.status().step and again.ckpt.status().policy.startswith("Saving every")
     again.ckpt.close()
     assert not again.events("measure-again")
 
@@ -104,7 +104,7 @@ def test_and_measured_again_when_the_state_is_another_one(tmp_path: Path) -> Non
     again = automatic(tmp_path / "run")
     again.model[0] = torch.nn.Linear(8, 16).double()
     again.ckpt.restore(strict=False)
-    assert "when the first one is measured" in again.ckpt.status().policy
+    assert "is measuring the first checkpoint" in again.ckpt.status().policy
     again.ckpt.close()
     assert again.events("measure-again")[0]["changed"] == ["state"]
 

@@ -102,7 +102,7 @@ def test_a_restart_of_a_loop_that_counts_its_epochs_itself_is_warned(
     train()
     found = [line for line in caplog.messages if "ckpt.epochs(n)" in line]
     assert len(found) == (epoch > 0 and not wants_epochs)
-    assert all(f"goes on in epoch {epoch}, and" in line and f"trains {epoch} epoch" in line for line in found)
+    assert all(f"continues in epoch {epoch}, but" in line and f"trains {epoch} epoch" in line for line in found)
 
 
 @pytest.mark.parametrize("is_counted_on", [False, True])
@@ -126,7 +126,7 @@ def test_a_part_of_each_epoch_is_counted_from_the_index(
 
     seen = train(stop_after) + train()
     assert len(seen) == (8 if is_counted_on else 10)
-    found = [line for line in caplog.messages if "counted anew in epoch" in line]
+    found = [line for line in caplog.messages if "started its count again in epoch" in line]
     assert len(found) == (not is_counted_on)
 
 
@@ -156,8 +156,8 @@ def test_a_loop_past_the_data_without_step_is_named(run_dir: Path, caplog: pytes
     run = Small(run_dir)
     past(run)
     assert [line for line in caplog.messages if "no batch came from ckpt.data" in line] == [
-        "6 optimizer steps count as one, step 1: data= was given, and no batch came from ckpt.data, so a restart "
-        "begins the epoch anew. Iterate ckpt.data instead of the loader"
+        "Counted 6 optimizer steps as one (step 1): data= was given, but no batch came from ckpt.data, so a restart "
+        "begins the epoch again. Iterate ckpt.data instead of the loader"
     ]
 
 

@@ -414,14 +414,17 @@ def test_a_loop_that_draws_its_batches_is_not_told_to_skip(run_dir: Path, caplog
     drawn = []
     for _ in range(2):
         run = open_run(run_dir, data=None)
-        (line,) = [line for line in caplog.messages if "comes after" in line] or [None]
+        (line,) = [line for line in caplog.messages if " follows " in line] or [None]
         for _ in range(3):
             drawn.append(torch.rand(4, 8))
             run.update(drawn[-1])
             run.ckpt.step()
         run.ckpt.close()
-    assert line is not None and "after 3 batches of epoch 0, or of all without ckpt.epochs(). If they are from" in line
-    assert "draws its batches from the global generators" in line and "skips nothing: these are restored" in line
+    assert (
+        line is not None
+        and "follows 3 batches of epoch 0 (or of all epochs without ckpt.epochs()). If they come from" in line
+    )
+    assert "draws its batches from the global generators" in line and "skips nothing: stepwell restores these" in line
     assert len({batch.sum().item() for batch in drawn}) == 6, "the second start drew on"
 
 

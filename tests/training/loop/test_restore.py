@@ -32,11 +32,11 @@ def trained(where: Path, batches: int = 6, **options: object) -> Small:
 def test_lines_for_the_person(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="stepwell")
     trained(run_dir, 3)
-    assert f"starting fresh: no checkpoint in {run_dir}" in caplog.text
+    assert f"Starting fresh: no checkpoint in {run_dir}" in caplog.text
     again = Small(run_dir)
     again.ckpt.restore()
     again.ckpt.close(save=False)
-    assert "restored step 3 from disk, 0.0 s, 0 steps redone" in caplog.text
+    assert "Restored step 3 from disk in 0.0 s; 0 steps to redo" in caplog.text
 
 
 def test_older_step_forks_and_the_old_branch_is_never_chosen(run_dir: Path) -> None:
@@ -221,7 +221,7 @@ def test_second_restore_is_refused(run_dir: Path) -> None:
     run = trained(run_dir, 1)
     again = Small(run_dir)
     again.ckpt.restore()
-    with pytest.raises(stepwell.ConfigError, match="comes once"):
+    with pytest.raises(stepwell.ConfigError, match="once, before the first batch"):
         again.ckpt.restore()
     again.ckpt.close(save=False)
     with pytest.raises(stepwell.ConfigError, match="closed"):

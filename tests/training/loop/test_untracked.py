@@ -87,8 +87,8 @@ def test_a_loop_that_is_left_early_is_named(run_dir: Path, caplog: pytest.LogCap
     small.ckpt.close()
     found = [line for line in caplog.messages if "a restart trains on" in line]
     assert found == [
-        "training was left in epoch 2 of 3, at step 8: a restart trains on. ckpt.finish() in the place of break ends "
-        "the run"
+        "The loop ended in epoch 2 of 3, at step 8: a restart trains on. To end the run there, call ckpt.finish() "
+        "instead of break"
     ]
     caplog.clear()
     again = Small(run_dir)

@@ -158,5 +158,5 @@ def test_wishes_that_make_no_sense(options: dict[str, Any], said: str) -> None:
 def test_it_says_why() -> None:
     world = World(steady(1.0, 0.0), stall=lambda now: 1.0, wishes=Auto(overhead=0.05, recovery_point=3)).run(400)
     text = world.tempo.explain()
-    assert "A checkpoint every 20 s (20 iterations of 1 s), because each takes 1 s from training" in text
-    assert "Not met: at most 3 s of lost work cannot be promised" in text
+    assert "Saving every 20 steps (20 s): a save costs 1 s" in text
+    assert "Not met: cannot limit lost work to 3 s" in text

@@ -53,8 +53,8 @@ def test_a_recovery_point_shortens_the_interval_down_to_the_floor() -> None:
 @pytest.mark.parametrize(
     ("costs", "said"),
     [
-        (Costs(checkpoint=1, durable=1), "overhead that was allowed. 21 s can"),
-        (Costs(0.01, 9), "longer than that for each of them. 18 s can"),
+        (Costs(checkpoint=1, durable=1), "exceed the allowed overhead; the least is 21 s"),
+        (Costs(0.01, 9), "longer than that for each save; the least is 18 s"),
     ],
 )
 def test_a_recovery_point_that_cannot_be_met_is_said_with_what_can(costs: Costs, said: str) -> None:

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _NOTHING: Any = object()
 _COUNTERS = (
-    "going on at batch {batch} of epoch {epoch}: enumerate() in the loop counts from 0 again, and a learning rate that "
-    "is computed from it is another one; `from stepwell.adapters.checkfreq import enumerate` counts from {batch}"
+    "continuing at batch {batch} of epoch {epoch}: enumerate() in the loop starts at 0 again, so a learning rate "
+    "computed from it is wrong; `from stepwell.adapters.checkfreq import enumerate` starts at {batch}"
 )
 
 
@@ -140,8 +140,8 @@ class CFIterator:
             self._check_drift(position)
             if self._at[:2] not in ((0, 0), restored[:2]):
                 raise stepwell.ConfigError(
-                    f"CFIterator(epoch={self._at.epoch}, steps_this_epoch={self._at.iter}): the checkpoint stands at "
-                    f"epoch {restored.epoch}, batch {restored.iter}; leave both out"
+                    f"CFIterator(epoch={self._at.epoch}, steps_this_epoch={self._at.iter}): the checkpoint is at epoch "
+                    f"{restored.epoch}, batch {restored.iter}; leave both out"
                 )
             self._go(restored)
 
@@ -149,9 +149,9 @@ class CFIterator:
         source, length = self._open_source(), position["length"]
         if position["iter"] and (source.length(), source.order) != (length, position["order"]):
             raise stepwell.DataError(
-                f"the checkpoint stands in epoch {position['epoch']} of {length} samples in the order "
-                f"{position['order']}; now there are {source.length()} in the order {source.order}: some would come "
-                "twice or never. Give the data as it was"
+                f"the checkpoint is in epoch {position['epoch']} of {length} samples in the order "
+                f"{position['order']}, but the data has {source.length()} samples in the order {source.order}: some "
+                "would be used twice or never. Pass the same data as before"
             )
 
     def position(self) -> dict[str, Any]:
@@ -185,8 +185,8 @@ class CFIterator:
             source = make_source(self._dataloader, seed, emit=warn, owner=this_rank())
             if not isinstance(source, LoaderSource | SequenceSource):
                 raise stepwell.DataError(
-                    f"CFIterator: a {type(self._dataloader).__qualname__} keeps its own position, which CheckFreq's "
-                    "interface cannot bring back; give it to stepwell.Checkpointer(data=...) and iterate ckpt.data"
+                    f"CFIterator: a {type(self._dataloader).__qualname__} keeps its own position, which the CheckFreq "
+                    "interface cannot restore; give it to stepwell.Checkpointer(data=...) and iterate ckpt.data"
                 )
             self._source = source
             if self._manager is not None:
@@ -207,10 +207,10 @@ class CFIterator:
         restored, self._restored = self._restored, None
         if restored is not None and restored[:2] != self._at[:2]:
             raise stepwell.ConfigError(
-                f"the run was restored at epoch {restored.epoch}, batch {restored.iter}, and the iterator of type "
-                f"{type(self._dataloader).__qualname__} begins at epoch {self._at.epoch}, batch {self._at.iter}: build "
-                "it with resume_index=state['start_index'], resume_epoch=state['epoch'] from what restore() returned, "
-                "and call CFIterator.load_state_dict(state)"
+                f"the run was restored at epoch {restored.epoch}, batch {restored.iter}, but the iterator of type "
+                f"{type(self._dataloader).__qualname__} starts at epoch {self._at.epoch}, batch {self._at.iter}: "
+                "create it with resume_index=state['start_index'], resume_epoch=state['epoch'] from what restore() "
+                "returned, and call CFIterator.load_state_dict(state)"
             )
 
     def __next__(self) -> Any:
@@ -342,7 +342,7 @@ class CFIterator:
         try:
             self._manager.save(**options)
         except stepwell.StepwellError as error:
-            warnings.warn(f"no checkpoint at step {self._manager.step}: {error}. Training goes on", stacklevel=4)
+            warnings.warn(f"no checkpoint at step {self._manager.step}: {error}. Training continues", stacklevel=4)
 
     def reset(self) -> None:
         """Ready for the next epoch."""
@@ -366,7 +366,7 @@ class CFIterator:
         """Batches of a whole epoch."""
         batches = self._batches_of_epoch()
         if batches is None:
-            raise TypeError(f"a {type(self._dataloader).__qualname__} does not say how long it is")
+            raise TypeError(f"a {type(self._dataloader).__qualname__} has no length")
         return batches
 
 
@@ -381,7 +381,7 @@ def _check(dataloader: Any, worker_id: int, chk_freq: int, manager: Any, persist
             found=worker_id,
         )
     if chk_freq > 0 and manager is None:
-        raise stepwell.ConfigError(f"CFIterator(chk_freq={chk_freq}): without cf_manager= nothing can be saved")
+        raise stepwell.ConfigError(f"CFIterator(chk_freq={chk_freq}): cannot save without cf_manager=")
     if not persist:
         warnings.warn("persist=False has no effect: every checkpoint is synced to the disk", stacklevel=3)
 

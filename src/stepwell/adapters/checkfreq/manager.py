@@ -136,8 +136,8 @@ class CFManager:
         self.seed = None if position is None else position["seed"]
         if position is not None and public(position)["epoch"] != position["epoch"]:
             logger.warning(
-                "going on with epoch %d: this was saved after the last batch of epoch %d, and what follows the loop of "
-                "that epoch (validation, a schedule) is not run again",
+                "continuing with epoch %d: this checkpoint was saved after the last batch of epoch %d, and the code "
+                "after the loop of that epoch (validation, a schedule) does not run again",
                 position["epoch"] + 1,
                 position["epoch"],
             )
@@ -155,8 +155,8 @@ class CFManager:
         if epoch not in peek.ends:
             known = ", ".join(str(number) for number in sorted(peek.ends)) or "none"
             raise stepwell.RestoreError(
-                f"{self.chk_dir}: no checkpoint is known from the end of epoch {epoch}; known are: {known}. "
-                "restore() without latest=False takes the newest",
+                f"{self.chk_dir}: there is no checkpoint from the end of epoch {epoch}; there are: {known}. restore() "
+                "without latest=False takes the newest",
                 path=str(self.chk_dir),
                 epoch=epoch,
             )
@@ -196,7 +196,7 @@ class CFManager:
         if self._ckpt is not None and self.mode is CFMode.AUTO and wanted != self._opened_for:
             if not is_first:
                 raise stepwell.ConfigError(
-                    "another CFIterator with another chk_freq or max_overhead: a run has one of each"
+                    "another CFIterator has another chk_freq or max_overhead; use the same in the whole run"
                 )
             self._open_again()
         self.checkpointer()  # before the first step: it hooks the optimizers
@@ -215,8 +215,8 @@ class CFManager:
         self._ckpt = None
         if self._is_restored:
             warnings.warn(
-                "CFIterator(chk_freq=, max_overhead=) after restore(): the checkpoint is read once more, and what was "
-                "changed in the tracked objects since is lost. Make the CFIterator first, or change them later",
+                "CFIterator(chk_freq=, max_overhead=) after restore(): the checkpoint is read again, and changes to "
+                "the tracked objects since then are lost. Create the CFIterator first, or change the objects later",
                 stacklevel=4,
             )
             self.checkpointer().restore(step=step)
@@ -231,7 +231,7 @@ class CFManager:
             found = {"optimizer": found["optimizer"]}
         if len(found) != 1:
             raise stepwell.ConfigError(
-                f"weight_update() steps one optimizer, and {len(found)} are tracked ({', '.join(found) or 'none'}): "
+                f"weight_update() steps one optimizer, but {len(found)} are tracked ({', '.join(found) or 'none'}): "
                 "track one, name one of them `optimizer`, or call their step() yourself"
             )
         (optimizer,) = found.values()
@@ -251,7 +251,7 @@ class CFManager:
         elif not self._said_idle:
             self._said_idle = True
             warnings.warn(
-                "CFMode.AUTO saves through a CFIterator(..., cf_manager=manager), and there is none: only save() saves",
+                "CFMode.AUTO saves through a CFIterator(..., cf_manager=manager), but there is none: only save() saves",
                 stacklevel=3,
             )
 

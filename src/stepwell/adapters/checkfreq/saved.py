@@ -32,8 +32,8 @@ class CFCheckpoint:
                 self.tracking_map[name] = target
             else:
                 warnings.warn(
-                    f"CFCheckpoint({name}=...): a {type(target).__qualname__} has no state_dict and is not saved; give "
-                    "it one, or pass its value to save(additional_snapshot=...)",
+                    f"CFCheckpoint({name}=...): a {type(target).__qualname__} has no state_dict, so it is not saved; "
+                    "give it one, or pass its value to save(additional_snapshot=...)",
                     stacklevel=2,
                 )
         self.num_tracking = len(self.tracking_map)

@@ -106,7 +106,7 @@ def _in_words(call: Callable[P, R]) -> Callable[P, R]:
 def _require(call: str, *states: str) -> _Program:
     state = UNINIT if _program is None else _program.state
     if _program is None or state not in states:
-        raise ScrError(f"{call}() {state}: it belongs {' or '.join(states)}", call=call, state=state)
+        raise ScrError(f"{call}() {state}: call it {' or '.join(states)}", call=call, state=state)
     return _program
 
 
@@ -124,11 +124,11 @@ def init() -> None:
     """Meet the other ranks, look at caches and prefix, go on with flushes that were broken off. Collective."""
     global _program
     if _program is not None:
-        raise ScrError(f"init() {_program.state}: it was called before", call="init", state=_program.state)
+        raise ScrError(f"init() {_program.state}: it was already called", call="init", state=_program.state)
     if "STEPWELL_PROVE" in os.environ:
         raise ScrError(
-            "`stepwell prove` compares states of a Checkpointer; it cannot judge files that a program writes through "
-            "the SCR interface"
+            "`stepwell prove` compares states of a Checkpointer; it cannot check files that a program writes "
+            "through the SCR interface"
         )
     _program = _Program(ScrJob.open(settle(_config)))
 
@@ -166,7 +166,7 @@ def start_restart() -> str:
     """Begin to read the checkpoint that `have_restart` named; returns its name. Collective."""
     program = _require("start_restart", IDLE)
     if not program.restarts.is_offered:
-        raise ScrError("start_restart() without a checkpoint: it comes after have_restart() named one")
+        raise ScrError("start_restart() without a checkpoint: call it after have_restart() has named one")
     name = program.restarts.start()
     program.state = IN_RESTART
     return name

@@ -128,7 +128,7 @@ class Nodes:
                     self._server.start()
             except OSError as error:
                 raise ConfigError(
-                    f"{root}, or the address {address}, cannot be used: {error}; set SCR_CACHE_BASE"
+                    f"cannot use {root}, or the address {address}: {error}; set SCR_CACHE_BASE"
                 ) from error
             port = 0 if self._server is None else self._server.address[1]
             mine.extend([address, port])
@@ -240,7 +240,7 @@ class Nodes:
                 return
             except (OSError, StepwellError) as error:
                 reasons.append(f"prefix: {error}")
-        trouble[rank] = "; ".join(reasons) or "lies in no cache, and not in the prefix"
+        trouble[rank] = "; ".join(reasons) or "is in no cache and not in the prefix"
 
     def _remake(self, id: CheckpointId, trouble: dict[int, str]) -> None:
         for loss in self.found[id].losses() or []:
@@ -249,7 +249,7 @@ class Nodes:
                 try:
                     remake(self.home, id, self._run, self.found[id], loss, reach)
                 except (OSError, StepwellError) as error:
-                    trouble[loss.rank] = f"cannot be made again: {error}"
+                    trouble[loss.rank] = f"cannot be rebuilt: {error}"
 
     def _peer(self, node: str) -> Any:
         """Somebody on that node; ranks spread over those that it has."""
@@ -369,7 +369,7 @@ def check_document(path: Any) -> None:
     if path.name.startswith("parity-"):
         found = Parity.load(data, path=str(path))
         if parity_name(found.rank) != path.name:
-            raise DamagedError(f"{path}: speaks of rank {found.rank}", path=str(path))
+            raise DamagedError(f"{path}: is about rank {found.rank}", path=str(path))
         _check_file(path.parent, found.file, fill)
         return
     for file in Record.load(data, path=str(path)).files:

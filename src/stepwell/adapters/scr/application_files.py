@@ -50,7 +50,7 @@ class KeptFile:
     def read(cls, mode: int, changed: int) -> KeptFile:
         """From a record, which anybody may have written. Raises ValueError or TypeError."""
         if not 0 <= changed < _END_OF_TIME:
-            raise ValueError(f"{changed} is no time")
+            raise ValueError(f"{changed} is not a time")
         return cls(int(mode) & _PERMISSIONS, int(changed))
 
     def give_back(self, fd: int) -> None:
@@ -89,7 +89,7 @@ class Description:
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
             raise DamagedError(f"{record.id}: not a dataset of the SCR interface: {error}") from error
         if set(found.paths) != {file.name for file in record.files}:
-            raise DamagedError(f"{record.id}, rank {record.owner.rank}: its table and its files do not fit together")
+            raise DamagedError(f"{record.id}, rank {record.owner.rank}: its table does not match its files")
         return found
 
 
@@ -98,7 +98,7 @@ def check_relative(path: str) -> str:
     parts = PurePosixPath(path).parts
     is_plain = bool(parts) and not path.startswith("/") and ".." not in parts and "\0" not in path
     if not is_plain or parts[0] == FOLDER or len(path.encode()) > MAX_PATH_BYTES:
-        raise ConfigError(f"{path!r}: not a path below the prefix")
+        raise ConfigError(f"{path!r}: not a path under the prefix")
     return str(PurePosixPath(path))
 
 
@@ -113,7 +113,7 @@ def relative_to(prefix: Path, path: str | os.PathLike[str]) -> str:
         relative = os.path.relpath(path_of, root)
         if relative != "." and relative.split(os.sep)[0] != "..":
             return check_relative(relative)
-    raise ConfigError(f"route_file({text!r}): not below the prefix {prefix}; SCR_PREFIX says which that is")
+    raise ConfigError(f"route_file({text!r}): not under the prefix {prefix}; SCR_PREFIX sets the prefix")
 
 
 class Work:
@@ -189,7 +189,7 @@ def look(place: Path) -> str | None:
     try:
         found = os.lstat(place)
     except OSError as error:
-        return f"{place}: {error.strerror}; route_file() named it, but nothing was written there"
+        return f"{place}: {error.strerror}; route_file() named it, but the program wrote nothing there"
     if not stat.S_ISREG(found.st_mode):
         return f"{place}: not a regular file"
     return None if os.access(place, os.R_OK) else f"{place}: cannot be read"

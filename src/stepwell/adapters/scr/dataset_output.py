@@ -58,7 +58,7 @@ class Outputs:
             if its_problem is not None:
                 raise ConfigError(f"start_output on rank {rank}: {its_problem}")
             if [other, its_flags] != told[0][:2]:
-                raise ConfigError(f"start_output: rank {rank} began {other!r}, {its_flags}, rank 0 {told[0][:2]!r}")
+                raise ConfigError(f"start_output: rank {rank} started {other!r}, {its_flags}, rank 0 {told[0][:2]!r}")
         self.began = time.monotonic()
         job.begin_lineage()
         id = CheckpointId(job.last + 1, 0, job.lineage)
@@ -104,13 +104,13 @@ class Outputs:
         """Before anything counts: whether all files of all ranks are there, and belong to one rank each."""
         work = self._job.work
         problems = [problem for place in work.routed.values() if (problem := look(place)) is not None]
-        mine = None if valid else "the program said that its part is not valid"
+        mine = None if valid else "the program reported that its part is not valid"
         told = self._job.group.all_gather([mine or next(iter(problems), None), sorted(work.routed)], "complete_output")
         for rank, (problem, _) in enumerate(told):
             if problem is not None:
                 return f"rank {rank}: {problem}"
         twice = [path for path, count in Counter(path for _, paths in told for path in paths).items() if count > 1]
-        return f"{twice[0]}: written by several ranks; give each its own files" if twice else None
+        return f"{twice[0]}: several ranks wrote it; give each rank its own files" if twice else None
 
     def _take(self) -> str | None:
         """This rank's files and record, durable in its node's cache."""

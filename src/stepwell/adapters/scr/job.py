@@ -164,7 +164,7 @@ class ScrJob:
             try:
                 finish_open(self.prefix, set(resumed), self.log.emit)
             except (OSError, StepwellError) as error:
-                self.log.emit(FlushFailed(step=0, error=str(error), action="looked at again at the next start"))
+                self.log.emit(FlushFailed(step=0, error=str(error), action="checked again at the next start"))
 
         lead(self.group, "flushes to end", finish)
         for id in resumed:
@@ -177,7 +177,7 @@ class ScrJob:
         if not self.carrier.wait(seconds):
             for id in self.carrier.waiting:
                 error = f"not in the prefix within {seconds:g} s"
-                self.log.emit(FlushFailed(step=id.step, error=error, action="goes on at the next start"))
+                self.log.emit(FlushFailed(step=id.step, error=error, action="continues at the next start"))
         self.carrier.close()
 
         def end() -> None:
@@ -236,7 +236,7 @@ class ScrJob:
         """All ranks hold their parts: let every node's cache say so. Collective."""
         states = self.nodes.states(id)
         if any(state["held"] is None for state in states):
-            raise DamagedError(f"{id}: a rank cannot read its own record any more")
+            raise DamagedError(f"{id}: a rank can no longer read its own record")
         created = lead(self.group, "when it was whole", now)
         held = summaries(self.run, id, created, dict(enumerate(states)))
         manifest = assemble.make_manifest(held)
@@ -325,7 +325,7 @@ def _check_seen(prefix: RunPaths, run: str) -> None:
         found = read_run(prefix).id
     except StepwellError as error:
         raise ConfigError(
-            f"{prefix.root}: not the directory that rank 0 sees: {error}; SCR_PREFIX is shared"
+            f"{prefix.root}: not the directory that rank 0 sees: {error}; SCR_PREFIX must be shared"
         ) from error
     if found != run:
-        raise ConfigError(f"{prefix.root}: another directory than on rank 0; SCR_PREFIX has to be shared")
+        raise ConfigError(f"{prefix.root}: not the same directory as on rank 0; SCR_PREFIX must be shared")

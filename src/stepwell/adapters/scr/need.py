@@ -90,4 +90,4 @@ class Need:
         try:
             job.prefix.change_halt(lambda halt: halt if halt.reason else replace(halt, reason=reason))
         except OSError as error:
-            logger.warning("%s, and the other ranks cannot be told: %s", reason, error)
+            logger.warning("%s, but the other ranks cannot be notified: %s", reason, error)

@@ -61,7 +61,7 @@ class Sentence:
             if not rest and key:
                 return cls(tuple(pairs), key)
             if not key or not rest.startswith("="):
-                raise ConfigError(f"{text.strip()!r}: give KEY=VALUE, or several of them that begin with one as CKPT=0")
+                raise ConfigError(f"{text.strip()!r}: give KEY=VALUE, or several that start with one such as CKPT=0")
             value, rest = _split(rest[1:].lstrip(" \t"), " \t")
             rest = rest.lstrip(" \t")
             pairs.append((key, value or None))
@@ -142,9 +142,9 @@ class Config:
         if sentence.asked is not None:
             return self._ask(sentence, text)
         if not sentence.pairs:
-            raise ConfigError(f"config({text!r}) asks for nothing; give KEY, KEY=VALUE or KEY=")
+            raise ConfigError(f"config({text!r}) has no effect; give KEY, KEY=VALUE or KEY=")
         if not may_set:
-            raise ScrError(f"config({text!r}): parameters are set before init(); call it earlier")
+            raise ScrError(f"config({text!r}): set parameters before init()")
         self._said.say(sentence.pairs)
         return None
 
@@ -155,7 +155,7 @@ class Config:
     def _ask(self, sentence: Sentence, text: str) -> str | None:
         assert sentence.asked is not None
         if len(sentence.pairs) > 1:
-            raise ConfigError(f"config({text!r}): ask for KEY, or for one item as in 'CKPT=0 TYPE'")
+            raise ConfigError(f"config({text!r}): ask for KEY, or for one item, as in 'CKPT=0 TYPE'")
         key = sentence.pairs[0][0] if sentence.pairs else sentence.asked
         if key in os.environ:
             return None if sentence.pairs else expand(os.environ[key])

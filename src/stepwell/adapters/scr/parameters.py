@@ -58,37 +58,37 @@ _EVENTS: Final = "events always go to .stepwell-scr/events.jsonl"
 _CHECKED: Final = "checksums are always on"
 _DEADLINE: Final = "every collective call has a deadline: STEPWELL_GROUP_SECONDS"
 _OF_THE_RUN: Final = "a cache belongs to the run in the prefix, not to a job"
-_LAUNCHER: Final = "of SCR's launcher scripts; use `torchrun --max-restarts`, or your scheduler"
-_INTERPOSED: Final = "of SCR's interposing library; call the functions of this interface"
+_LAUNCHER: Final = "belongs to SCR's launcher scripts; use `torchrun --max-restarts`, or your scheduler"
+_INTERPOSED: Final = "belongs to SCR's interposing library; call the functions of this interface"
 IGNORED: Final[dict[str, str]] = {
-    "SCR_AXL_MKDIR": "directories are made as they are needed",
+    "SCR_AXL_MKDIR": "stepwell creates directories as needed",
     "SCR_CHECKPOINT_DIR_PATTERN": _INTERPOSED,
     "SCR_CHECKPOINT_PATTERN": _INTERPOSED,
     "SCR_CHECKPOINT_PATTERN_TOKEN": _INTERPOSED,
     "SCR_CLUSTER_NAME": _OF_THE_RUN,
-    "SCR_CNTL_BASE": "what lies in a cache describes itself; there is no control directory",
+    "SCR_CNTL_BASE": "the files in a cache describe themselves; there is no control directory",
     "SCR_CRC_ON_COPY": _CHECKED,
     "SCR_CRC_ON_DELETE": _CHECKED,
     "SCR_CRC_ON_FLUSH": _CHECKED,
     "SCR_EXCLUDE_NODES": _LAUNCHER,
-    "SCR_FETCH_BYPASS": "files are verified on their way into the cache",
+    "SCR_FETCH_BYPASS": "files are verified while they are copied into the cache",
     "SCR_FETCH_TYPE": "every rank reads its own part",
     "SCR_FETCH_WIDTH": "every rank reads its own part",
-    "SCR_FILE_BUF_SIZE": "blocks are of 1 MiB",
+    "SCR_FILE_BUF_SIZE": "blocks are 1 MiB",
     "SCR_FLUSH_ASYNC_PERCENT": "use SCR_FLUSH_ASYNC_BW",
     "SCR_FLUSH_ASYNC_USLEEP": "use SCR_FLUSH_ASYNC_BW",
-    "SCR_FLUSH_POSTSTAGE": "what is left is carried by finalize(), by the next start, or by `stepwell flush`",
-    "SCR_FLUSH_TYPE": "a thread of this process carries the files",
-    "SCR_FLUSH_WIDTH": "every rank carries its own part",
-    "SCR_HALT_EXIT": "the library never ends your program; ask should_exit()",
+    "SCR_FLUSH_POSTSTAGE": "finalize(), the next start or `stepwell flush` copies what is left",
+    "SCR_FLUSH_TYPE": "a thread of this process copies the files",
+    "SCR_FLUSH_WIDTH": "every rank copies its own part",
+    "SCR_HALT_EXIT": "the library never ends your program; call should_exit()",
     "SCR_JOB_ID": _OF_THE_RUN,
     "SCR_JOB_NAME": _OF_THE_RUN,
     "SCR_MIN_NODES": _LAUNCHER,
-    "SCR_MPI_BUF_SIZE": "files do not travel by MPI",
+    "SCR_MPI_BUF_SIZE": "files are not sent over MPI",
     "SCR_NODELIST": _LAUNCHER,
     "SCR_NODE_TESTS": _LAUNCHER,
     "SCR_NODE_TESTS_FILE": _LAUNCHER,
-    "SCR_PREFIX_PURGE": "nothing is removed at a start; `stepwell index --delete`",
+    "SCR_PREFIX_PURGE": "nothing is removed at a start; use `stepwell index --delete`",
     "SCR_RUNS": _LAUNCHER,
     "SCR_WATCHDOG": _DEADLINE,
     "SCR_WATCHDOG_TIMEOUT": _DEADLINE,
@@ -165,7 +165,7 @@ def settle(config: Config) -> Settings:
     values = config.values()
     get = _Reader({**HONOURED, **values})
     if not get.flag("SCR_ENABLE"):
-        raise ConfigError("SCR_ENABLE=0: checkpoints are switched off for this job, and init() fails as in SCR")
+        raise ConfigError("SCR_ENABLE=0 turns checkpoints off for this job; init() fails as in SCR")
     keep, groups = get.whole("SCR_CACHE_SIZE"), config.lines("GROUPS")
     cache = get.path("SCR_CACHE_BASE")
     user = _plain(get.text("SCR_USER_NAME")) or _user()
@@ -205,12 +205,12 @@ def _ignored(config: Config, values: Mapping[str, str], keep: int) -> dict[str, 
         if name.startswith(("SCR_LOG_", "SCR_DB_")):
             out[name] = _EVENTS
         else:
-            out[name] = IGNORED.get(name, "no parameter of this interface")
+            out[name] = IGNORED.get(name, "not a parameter of this interface")
     path, is_named = config.user_file()
     if is_named and not path.is_file():
-        out["SCR_CONF_FILE"] = f"{path} is no file: nothing was read from it"
+        out["SCR_CONF_FILE"] = f"{path} is not a file; no parameters were read from it"
     if keep < LEAST_KEPT:
-        out["SCR_CACHE_SIZE"] = f"{LEAST_KEPT} are kept: with {keep} a crash during an output would leave none"
+        out["SCR_CACHE_SIZE"] = f"stepwell keeps {LEAST_KEPT}: with {keep}, a crash during an output would leave none"
     return out
 
 
@@ -225,7 +225,7 @@ def _ignored_lines(config: Config, get: _Reader, cache: Path) -> dict[str, str]:
             )
     lines = config.lines("CKPT")
     if lines and get.text("SCR_COPY_TYPE").upper() != "FILE":
-        out["CKPT="] = "descriptors count with SCR_COPY_TYPE=FILE only"
+        out["CKPT="] = "checkpoint descriptors have an effect with SCR_COPY_TYPE=FILE only"
         return out
     for number, items in lines.items():
         for name in sorted(set(items) - set(_OF_CKPT)):
@@ -233,7 +233,7 @@ def _ignored_lines(config: Config, get: _Reader, cache: Path) -> dict[str, str]:
                 continue
             if name == "GROUP" and items[name] == get.text("SCR_GROUP"):
                 continue
-            out[f"CKPT={number} {name}={items[name]}"] = "holds for all checkpoints alike: set the SCR_ parameter"
+            out[f"CKPT={number} {name}={items[name]}"] = "applies to all checkpoints alike: set the SCR_ parameter"
     return out
 
 
@@ -251,7 +251,7 @@ class _Reader:
         text = self.text(name)
         if is_address(text):
             raise ConfigError(
-                f"{name}={text}: give a directory; the SCR interface does not work in a bucket", found=text
+                f"{name}={text}: give a directory; the SCR interface does not support buckets", found=text
             )
         return Path(os.path.abspath(text or os.getcwd()))
 
@@ -262,7 +262,7 @@ class _Reader:
         except ValueError:
             value = -1.0
         if not 0 <= value < float("inf"):
-            raise ConfigError(f"{name}={text}: give a number that is not negative", found=text)
+            raise ConfigError(f"{name}={text}: give a number, 0 or more", found=text)
         return value
 
     def whole(self, name: str) -> int:
@@ -278,7 +278,7 @@ class _Reader:
         text = self.text(name) or "0"
         found = _SIZE.fullmatch(text)
         if found is None:
-            raise ConfigError(f"{name}={text}: give bytes, as 1048576 or 200MB", found=text)
+            raise ConfigError(f"{name}={text}: give bytes, such as 1048576 or 200MB", found=text)
         return float(found[1]) * 1024.0 ** " kmgtp".index(found[2].lower() or " ")
 
 
@@ -296,7 +296,7 @@ def _schemes(get: _Reader, lines: Mapping[str, Mapping[str, str]]) -> tuple[Sche
             protect = _protection(name, own.text("TYPE").upper(), own.whole("SET_SIZE"), own.whole("SET_FAILURES"))
             found.append(Scheme(max(1, own.whole("INTERVAL")), protect))
     if not found:
-        raise ConfigError("SCR_COPY_TYPE=FILE: give descriptors, as config('CKPT=0 INTERVAL=1 TYPE=XOR')")
+        raise ConfigError("SCR_COPY_TYPE=FILE: give descriptors, such as config('CKPT=0 INTERVAL=1 TYPE=XOR')")
     return tuple(found)
 
 

@@ -94,7 +94,7 @@ def _publish(prefix: Prefix, id: CheckpointId, records: list[Record]) -> None:
             publish(prefix.root, prefix.paths, records)
         files.put(prefix.paths.checkpoint(id) / PUBLISHED, b"", point="published")
     except OSError as error:
-        logger.warning("%s is in %s, but its files cannot appear at their places: %s", id, prefix.folder, error)
+        logger.warning("%s is in %s, but its files cannot be placed under their names: %s", id, prefix.folder, error)
 
 
 def _is_overtaken(prefix: Prefix, id: CheckpointId) -> bool:
@@ -244,7 +244,7 @@ class Carrier:
         """Tell of a try that failed. Whether there will be no other."""
         is_final = isinstance(error, _FINAL)
         if is_final or is_first:
-            action = "given up" if is_final else "tried again until it works"
+            action = "given up" if is_final else "stepwell retries until it works"
             self._emit(FlushFailed(step=id.step, error=str(error), action=action))
         if is_final:
             if isinstance(error, DamagedError):

@@ -178,7 +178,7 @@ class Prefix:
         try:
             return parse(Fields(unseal(files.get(path, limit=_MAX_BYTES), path=str(path), kind=kind), path=str(path)))
         except (DamagedError, TypeError, ValueError) as error:
-            logger.warning("%s; it counts as absent", error)
+            logger.warning("%s; stepwell ignores it", error)
             return None
 
     def _lock(self, fd: int) -> None:
@@ -189,7 +189,7 @@ class Prefix:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise PersistError(
-                        f"{self.folder / LOCK} is held by another process for {_LOCK_SECONDS:.0f} s; end it"
+                        f"another process has held {self.folder / LOCK} for {_LOCK_SECONDS:.0f} s; end it"
                     ) from None
             time.sleep(0.05)
 

@@ -84,7 +84,7 @@ class Restarts:
             if not description.flags & CHECKPOINT or not index.is_offered(id) or size is None:
                 continue
             if size != job.group.size and not settings.is_global:
-                reason = f"written by {size} ranks, these are {job.group.size}; SCR_GLOBAL_RESTART=1 takes it"
+                reason = f"{size} ranks wrote it, but this job has {job.group.size}; SCR_GLOBAL_RESTART=1 allows it"
                 job.log.emit(Passed(step=id.step, name=description.name, reason=reason))
                 continue
             found.append((id, description, size))
@@ -132,7 +132,7 @@ class Restarts:
     def start(self) -> str:
         """Let its files be read. Raises ConfigError if none was offered."""
         if self._offered is None:
-            raise ConfigError("start_restart() without a dataset: call it after have_restart() named one")
+            raise ConfigError("start_restart() without a dataset: call it after have_restart() has named one")
         job, (id, name, size) = self._job, self._offered
         mine = {}
         for rank, record in near_records(job.home, id, size).items():
@@ -155,7 +155,7 @@ class Restarts:
         job, (id, name, _) = self._job, self._offered
         relative = self._known_as(path)
         if relative is None:
-            raise ConfigError(f"route_file({path!r}): not in {name!r}, which holds {len(self._table)} other files")
+            raise ConfigError(f"route_file({path!r}): not in {name!r}, which has {len(self._table)} other files")
         rank, file, kept = self._table[relative]
         return str(job.work.show(job.nodes.fetch_file(id, rank) / file, relative, kept))
 
@@ -179,7 +179,7 @@ class Restarts:
         self._offered, self._table = None, {}
         if not all(told):
             self._tried.add(id)
-            reason = f"refused by rank {told.index(False)}"
+            reason = f"rank {told.index(False)} rejected it"
             lead(job.group, "a dataset is marked", lambda: self._mark(id, reason))
             if job.owner.is_leader:
                 job.log.emit(Passed(step=id.step, name=name, reason=reason))
@@ -275,7 +275,7 @@ class Restarts:
                 try:
                     remove(job.prefix, item)
                 except (OSError, StepwellError) as error:
-                    raise ConfigError(f"{name!r} cannot be removed from the prefix: {error}") from error
+                    raise ConfigError(f"cannot remove {name!r} from the prefix: {error}") from error
 
         lead(job.group, "a dataset in the prefix is deleted", delete)
         if job.nodes.is_first_here and not job.settings.is_bypass:

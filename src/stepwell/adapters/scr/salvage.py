@@ -71,7 +71,7 @@ def open_prefix(root: str | os.PathLike[str]) -> Prefix:
     """A prefix that the SCR interface was used in. Raises ConfigError."""
     prefix = Prefix(Path(root).absolute())
     if not files.exists(prefix.paths.run):
-        raise ConfigError(f"{root}: no prefix of the SCR interface; give the directory that was SCR_PREFIX")
+        raise ConfigError(f"{root}: not a prefix of the SCR interface; give the directory that was SCR_PREFIX")
     return prefix
 
 
@@ -81,7 +81,7 @@ def find_caches(prefix: Prefix, folders: Iterable[Path]) -> dict[str, RunPaths]:
     for folder in folders:
         places = [*folder.glob(f"*/stepwell-scr/runs/{run}"), *folder.glob(f"runs/{run}")]
         if not places:
-            raise ConfigError(f"{folder}: holds nothing of this run; give what was SCR_CACHE_BASE on a node")
+            raise ConfigError(f"{folder}: contains nothing of this run; give what was SCR_CACHE_BASE on a node")
         found.update({str(place): RunPaths(place) for place in places})
     return found
 
@@ -154,7 +154,7 @@ def carry(prefix: Prefix, caches: dict[str, RunPaths], item: Cached) -> Manifest
     commit.check_fence(prefix.paths, id)
     losses = item.inventory.losses()
     if losses is None:
-        raise DamagedError(f"{item.description.name}: not all of its parts are in these caches")
+        raise DamagedError(f"{item.description.name}: some of its parts are missing in these caches")
     for rank in range(item.inventory.world_size or 0):
         if assemble.find_record(prefix.paths, id, Owner(rank)) is None:
             for node in list(item.inventory.holders(rank))[:1]:  # all that are left were read and are sound

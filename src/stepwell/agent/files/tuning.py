@@ -101,7 +101,7 @@ class Tuner:
         if self._trial is None:
             self._slow = self._slow + 1 if rate < _SLOW * self.rate else 0
             if self._slow >= _SLOW_TIMES:
-                self._begin(f"less than half of {self.rate / 1e9:.1f} GB/s for {_SLOW_TIMES} checkpoints")
+                self._begin(f"slower than half of {self.rate / 1e9:.1f} GB/s for {_SLOW_TIMES} checkpoints")
         elif setting == self._trial:
             self._rates.append(rate)
             if len(self._rates) == _TRIES:

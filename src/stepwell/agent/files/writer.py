@@ -58,7 +58,7 @@ class Writer:
         """
         if reuse and not self._has_reused:
             self._has_reused = True
-            self.tuner.search_again("files are overwritten from now on")
+            self.tuner.search_again("stepwell overwrites files from now on")
         try:
             return self._write(path, image, nbytes, arrive, block_bytes, direct=True, reuse=reuse)
         except OSError as error:

@@ -145,7 +145,7 @@ class Flusher:
                     return  # whoever comes next goes on with it
                 is_final = isinstance(error, FencedError | VoidError | DamagedError)
                 if is_final or not failures:
-                    action = "given up" if is_final else "tried again until it works"
+                    action = "given up" if is_final else "stepwell retries until it works"
                     self._log.emit(FlushFailed(step=id.step, error=str(error), action=action))
                 if is_final:
                     self._say_void(id, error)
@@ -203,7 +203,7 @@ class Flusher:
         while isinstance((found := assemble.gather(self._shared, id, self._owner.world_size))[0], int):
             waited = time.monotonic() - started
             if waited > self._persister.patience:
-                void = Void(self._run(id), id, int(str(found[0])), f"not carried within {waited:.0f} s")
+                void = Void(self._run(id), id, int(str(found[0])), f"not copied within {waited:.0f} s")
                 assemble.end_void(self._shared, void)
                 raise VoidError(f"rank {found[0]}: {void.reason}")
             if self._is_closed:

@@ -145,7 +145,7 @@ class NodeTarget(Persister):
         It may lie on the run's path all the same, and whole: nothing is removed here.
         """
         if id.lineage != self._lineage and id.directory != self.orders.again:
-            message = f"lineage {self._lineage} continues this run from another checkpoint; {id} is not finished"
+            message = f"lineage {self._lineage} continues this run from another checkpoint; {id} stays unfinished"
             raise FencedError(message, lineage=id.lineage, newest=self._lineage)
 
     def settle(self, pending: Pending, record: Record, started: float) -> bool:
@@ -206,7 +206,7 @@ class NodeTarget(Persister):
         try:
             missing = level_verdict.missing(states, world_size)
             if missing and (waited > self.patience or newer >= _MOST_UNDECIDED):
-                why = f"no part within {waited:.0f} s, and {newer} newer checkpoints wait for this one"
+                why = f"no part within {waited:.0f} s, and {newer} newer checkpoints are waiting"
                 raise VoidError(why, rank=missing[0])
             if missing:
                 return False
@@ -247,7 +247,7 @@ class NodeTarget(Persister):
             if newest is not None and newest > id and state is not None and state["held"] is None:
                 return True  # removed there to make room, before this rank looked
             if waited > 2 * self.patience:
-                raise VoidError(f"rank 0 did not end {id} within {waited:.0f} s")
+                raise VoidError(f"rank 0 did not finish {id} within {waited:.0f} s")
             return False
         if state["ended"] is not None:
             raise VoidError(state["ended"], is_ended=True)
@@ -259,7 +259,7 @@ class NodeTarget(Persister):
         newer = sum(other > id for other in self._undecided)
         if newer < _MOST_UNDECIDED or id not in self._undecided:  # an agent before this one may have told rank 0 of it
             return
-        reason = f"rank 0 cannot be reached, and {newer} newer checkpoints wait for it"
+        reason = f"cannot reach rank 0, and {newer} newer checkpoints are waiting"
         if self.answers.take_back(id, f"rank {self.owner.rank}: {reason}"):
             raise VoidError(reason, rank=self.owner.rank, is_ended=True)
 

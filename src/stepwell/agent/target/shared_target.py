@@ -167,7 +167,7 @@ class Persister:
                 if waited > _FENCE_SECONDS:
                     commit.check_fence(paths, id)
                 if waited > 2 * self.patience:
-                    raise VoidError(f"the leader did not end {id} within {waited:.0f} s")
+                    raise VoidError(f"the leader did not finish {id} within {waited:.0f} s")
                 return False
             summaries = self._gather(pending, waited)
             if not summaries:
@@ -187,7 +187,7 @@ class Persister:
                 commit.check_fence(self.paths, pending.id)
                 found = assemble.gather(self.paths, pending.id, world_size)
             if found[0] == pending.owner.rank:
-                raise VoidError(f"{pending.id} was removed while its parts were waited for", rank=pending.owner.rank)
+                raise VoidError(f"{pending.id} was removed while waiting for its parts", rank=pending.owner.rank)
             if isinstance(found[0], int) and waited > self.patience:
                 ranks = ", ".join(map(str, found[:8]))
                 raise VoidError(f"no part of rank {ranks} within {waited:.0f} s", rank=found[0])

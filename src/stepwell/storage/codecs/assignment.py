@@ -45,20 +45,20 @@ class CodedLeaf:
 
 @dataclass(frozen=True, kw_only=True)
 class Deltas:
-    """What a chain of lossy checkpoints is made with.
+    """The settings of a chain of lossy checkpoints.
 
-    parameters, first_moments, second_moments: codecs by role. All other state is stored as it is.
+    parameters, first_moments, second_moments: codecs by role. All other state is stored exactly.
     every:         steps from one record to the next
-    worth:         seconds of work for which a restart takes what is lossy and newer, unless it is told otherwise
-    small:         what becomes of parameters with fewer than `small_below` entries: `exact`, or `pool`, one table for
-                   all of them (for networks that have no others)
-    skip, skip_every: every so many records one is against the base, with this codec for the parameters; 0: never
-    most_records, most_error, least_kept: when a new base is due (`refresh`)
-    keep_segments: of the records before a skip record, how many such stretches stay
-    reuse_tables:  quantiser tables, and code tables, are used again while they fit
-    dictionary_bytes: a zstd dictionary for records of a few kilobytes; 0: none
-    device:        parameters on a GPU are quantised there, and symbols are copied: the state is not in memory any more
-                   when this process crashes, and no record is one against the base
+    worth:         a restart prefers a lossy, newer state if it saves more seconds of work than this
+    small:         how to store parameters with fewer than `small_below` entries: `exact`, or `pool`, with one table for
+                   all of them (for networks that have only small ones)
+    skip, skip_every: every n-th record refers to the base, with this codec for the parameters; 0: none does
+    most_records, most_error, least_kept: limits after which a new base is due (`refresh`)
+    keep_segments: how many stretches of records before a skip record to keep
+    reuse_tables:  reuse quantiser tables and code tables while they fit
+    dictionary_bytes: size of a zstd dictionary for records of a few kilobytes; 0: none
+    device:        quantise parameters on the GPU and copy only symbols: no full state remains in memory after a crash
+                   of this process, and no record refers to the base
     """
 
     parameters: Spec = field(default_factory=LC)
@@ -80,7 +80,7 @@ class Deltas:
 
     @classmethod
     def of(cls, wanted: Spec | Deltas) -> Deltas:
-        """A codec alone stands for the defaults with it for the parameters."""
+        """A single codec means the defaults, with this codec for the parameters."""
         return wanted if isinstance(wanted, Deltas) else cls(parameters=wanted)
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """`stepwell.DataLoader`: torch's loader with an order, an end of the epoch, and randomness that can be resumed.
 
-A plain torch DataLoader given to `Checkpointer(data=...)` is resumable as it is. This one adds choices: what happens
-at the end of an epoch (`tail`), ranks, and randomness by sample (`keyed`) also without workers. Alone, without a
-Checkpointer, iterating it yields what is left of the epoch, and `state_dict` tells where it is.
+`Checkpointer(data=...)` also resumes a plain torch DataLoader. This one adds choices: the end of an epoch (`tail`),
+ranks, and randomness by sample (`keyed`) even without workers. Without a Checkpointer, iterating it yields the rest of
+the epoch, and `state_dict` returns its position.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stepwell.types import Owner
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
-    """A torch DataLoader over a map-style data set whose every batch can be come back to."""
+    """A torch DataLoader over a map-style data set that can resume at any batch."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         seed: int | None = None,
         **options: Any,
     ) -> None:
-        """Options that are not named here are those of torch's loader.
+        """All other options are those of torch's loader.
 
-        tail:   the end of an epoch that is no whole number of batches: `carry` it over into the next epoch, `drop` it,
-                a `partial` batch, or `pad` it with samples that then come twice
-        keyed:  seed the generators for each sample by (seed, epoch, sample); None: where there are workers
-        rank, world_size:  batches are those of this rank; `batch_size` is of one rank. None: as in the run, or alone
-        seed:   of order and randomness; None: that of the run, or 0 without one
+        tail:   the last samples of an epoch, too few for a batch: `carry` them over into the next epoch, `drop` them,
+                yield a `partial` batch, or `pad` it with samples that are then used twice
+        keyed:  seed the generators for each sample by (seed, epoch, sample); None: only with workers
+        rank, world_size:  yield the batches of this rank; `batch_size` is per rank. None: those of the run, or one rank
+        seed:   of order and randomness; None: the seed of the run, or 0 without one
         """
         if tail not in TAILS:
             raise ConfigError(f"tail={tail!r}: give one of {', '.join(TAILS)}", name="tail")

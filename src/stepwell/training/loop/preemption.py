@@ -148,7 +148,7 @@ class Leave:
             try:
                 save(order.seconds_for_disk)
                 wait(order.seconds_for_disk)
-                is_durable, reason = True, f"step {step} is durable" if step else "nothing was done yet"
+                is_durable, reason = True, f"step {step} is durable" if step else "no step was done yet"
             except Exception as error:  # leaving comes first
                 reason = f"step {step} is not durable yet: {error}"
         self._say(order, reason, is_durable=is_durable)

@@ -1,11 +1,11 @@
-"""The automatic frequency: as often as the accepted overhead, the storage and the failure rate say.
+"""The automatic interval, from the accepted overhead, the speed of storage and the failure rate.
 
-Owns:    `Auto`, the user's wishes, and `Tempo`, the interval that follows from them and from what was measured.
+Owns:    `Auto`, the user's limits, and `Tempo`, the interval that follows from them and from measurements.
 Not:     the measuring (profile) and the formula (interval).
-Holds:   the interval rises at once and falls only when two decisions in a row say so; each change is logged, with its
-         inputs and the term that bound it. No checkpoint begins before the last one is durable, so storage that is slow
-         or free again counts at once. A checkpoint that comes early to find out what one costs by now is inside the
-         bound too: if it was as dear as before, the next comes so much later.
+Holds:   the interval rises at once, but falls only after two decisions in a row. Each change is logged with its inputs
+         and the term that limits it. No checkpoint begins before the last one is durable, so the interval follows the
+         speed of storage at once. An early checkpoint that measures the current cost stays inside the limit too: if
+         it cost as much as before, the next one comes later.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from stepwell.training.policy.profile import Profile
 
 OVERHEAD: Final = 0.035
 _UNKNOWN_SECONDS: Final = 60.0
-"""While nothing is measured: no longer without a checkpoint than this."""
+"""The longest time without a checkpoint before the first measurement."""
 _DEAD_BAND: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """As often as the accepted overhead allows; more rarely where storage or a known failure rate say so.
+    """Save as often as the accepted overhead allows; less often with slow storage or rare failures.
 
-    overhead:        share of the time that checkpoints may take from training
-    mtbf:            mean seconds between failures, as a first guess; the run's own failures are learned
-    recovery_point:  seconds of work that may be lost at most, if that is possible
+    overhead:        share of the time that saving may cost
+    mtbf:            first guess of the mean seconds between failures; stepwell learns from the failures of the run
+    recovery_point:  limit for the seconds of lost work, if it can be met
     """
 
     overhead: float = OVERHEAD
@@ -51,7 +51,7 @@ class Auto:
 
 
 class Tempo:
-    """The interval at present. Decides anew when asked to; `interval` is what policies see."""
+    """The current interval. `decide` updates it; policies see `interval`."""
 
     def __init__(self, wishes: Auto, profile: Profile) -> None:
         self._wishes = wishes
@@ -124,27 +124,27 @@ class Tempo:
         return None if self.chosen is None or self.costs is None else self.chosen.seconds + self.costs.checkpoint
 
     def explain(self) -> str:
-        """The present interval, and why, in one sentence."""
+        """The current interval and its reason, in one sentence."""
         if self.chosen is None or self.costs is None:
-            return "Checkpoints come when the first one is measured, at the latest after a minute."
+            return "stepwell is measuring the first checkpoint, and saves within a minute at the latest."
         iteration = self._profile.iteration
         return sentence(self.chosen, self.costs, bound=self._wishes.overhead, iteration=iteration)
 
 
 def sentence(interval: Interval, costs: Costs, *, bound: float, iteration: float | None) -> str:
-    """An interval, and why, for a person."""
-    every = f"A checkpoint every {_seconds(interval.seconds)}"
+    """The interval and its reason, for a person."""
+    every = f"Saving every {_seconds(interval.seconds)}"
     if iteration:
         count = max(1, round(interval.seconds / iteration))
-        every += f" ({count} iteration{'' if count == 1 else 's'} of {_seconds(iteration)})"
+        every = f"Saving every {'step' if count == 1 else f'{count} steps'} ({_seconds(interval.seconds)})"
     why = {
-        "overhead": f"each takes {_seconds(costs.checkpoint)} from training and {bound:.3g} of the time is allowed",
-        "storage": f"storage needs {_seconds(costs.durable)} for each",
-        "failures": f"each takes {_seconds(costs.checkpoint)} from training and a failure comes about every "
-        f"{_seconds(costs.mtbf or 0)}, so more of them would cost more than they save",
+        "overhead": f"a save costs {_seconds(costs.checkpoint)}, the limit is {100 * bound:.3g} %",
+        "storage": f"storage ({_seconds(costs.durable)} per save) is the limit",
+        "failures": f"a save costs {_seconds(costs.checkpoint)}, the best trade-off for one failure per "
+        f"{_seconds(costs.mtbf or 0)}",
         "recovery point": f"at most {_seconds(interval.at_risk)} of work may be lost",
     }[interval.term]
-    text = f"{every}, because {why}; predicted overhead {100 * interval.overhead:.2g} %."
+    text = f"{every}: {why}; predicted overhead {100 * interval.overhead:.2g} %."
     return f"{text} Not met: {interval.problem}." if interval.problem else text
 
 

@@ -1,6 +1,7 @@
-"""Fixed frequencies.
+"""Fixed intervals.
 
-Owns:    `Every` and `Never`, and the cadence, which asks any policy. The automatic one stands in `auto`.
+Owns:    `Every` and `Never`, and the cadence, which asks any policy.
+Not:     the automatic interval (auto).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from stepwell.errors import ConfigError
 
 @dataclass(frozen=True)
 class Moment:
-    """What a policy may look at: the present step, and what passed since the last snapshot."""
+    """The input of a policy: the current step, and the time since the last snapshot."""
 
     step: int
     steps_since: int
@@ -26,16 +27,16 @@ class Moment:
 
 
 class Policy(Protocol):
-    """Answers whether a snapshot is due now."""
+    """Decides whether a snapshot is due now."""
 
     def is_due(self, moment: Moment) -> bool:
-        """Asked after every step."""
+        """Called after every step."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Every:
-    """A snapshot every so many steps, seconds or epochs; with several given, whichever comes first."""
+    """Save every n steps, seconds or epochs; with several limits, whichever is reached first."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -60,7 +61,7 @@ class Every:
 
 @dataclass(frozen=True)
 class Never:
-    """Only what the user saves, and the end of the run."""
+    """Save only on request, and at the end of the run."""
 
     def is_due(self, moment: Moment) -> bool:
         """Never."""
@@ -104,7 +105,7 @@ class Cadence:
         self.step = 0
 
     def is_due(self, step: int, *, is_epoch_end: bool, interval: float | None = None) -> bool:
-        """Asked after every step."""
+        """Called after every step."""
         seconds = time.monotonic() - self._at
         return self.policy.is_due(Moment(step, step - self.step, seconds, self._epochs, is_epoch_end, interval))
 

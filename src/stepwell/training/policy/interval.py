@@ -43,7 +43,7 @@ class Interval:
     least: float
     """What is left of `seconds` where storage turns out quicker: it keeps up if the one before is durable."""
     problem: str = ""
-    """Why a wish of the user's is not met, and what can be had."""
+    """Why a request of the user is not met, and what is possible."""
 
 
 def choose(costs: Costs, *, overhead: float, recovery_point: float | None = None) -> Interval:
@@ -60,8 +60,8 @@ def choose(costs: Costs, *, overhead: float, recovery_point: float | None = None
         if floor + costs.durable > recovery_point:
             term = max(floors, key=lambda name: floors[name])
             problem = (
-                f"at most {recovery_point:.3g} s of lost work cannot be promised: {_WHY[term]}. "
-                f"{floor + costs.durable:.3g} s can"
+                f"cannot limit lost work to {recovery_point:.3g} s, because {_WHY[term]}; the least is "
+                f"{floor + costs.durable:.3g} s"
             )
     least = max(terms["overhead"], terms.get("failures", 0.0))
     if recovery_point is not None and least + costs.durable > recovery_point:
@@ -71,6 +71,6 @@ def choose(costs: Costs, *, overhead: float, recovery_point: float | None = None
 
 
 _WHY: dict[Term, str] = {
-    "overhead": "checkpoints so often would cost more than the overhead that was allowed",
-    "storage": "storage needs longer than that for each of them",
+    "overhead": "saving that often would exceed the allowed overhead",
+    "storage": "storage needs longer than that for each save",
 }

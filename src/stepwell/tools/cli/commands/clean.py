@@ -1,8 +1,8 @@
-"""`stepwell clean`: what dead processes left behind in a run.
+"""`stepwell clean`: remove leftovers of interrupted saves.
 
-Owns:    what counts as left behind (temporary files, directories without a manifest) and the order of looking.
-Holds:   a live run loses nothing. Leftovers are listed first, then life is looked for, then only what was listed
-         goes: a trainer that starts in between writes under a new lineage and so under other names.
+Owns:    what counts as a leftover (temporary files, directories without a manifest) and the order of the checks.
+Holds:   a live run loses nothing. clean lists leftovers first, then looks for live processes, then removes only what
+         it listed: a trainer that starts in between writes under a new lineage, and so under other names.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Leftover:
 
 @dataclass
 class Cleaned:
-    """What was done to one run. `kept`: why it, or a part of it, was left alone."""
+    """The result for one run. `kept`: why the run, or a part of it, was skipped."""
 
     paths: RunPaths
     removed: list[Leftover] = field(default_factory=list)
@@ -59,10 +59,10 @@ class Cleaned:
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @json_option
 def clean(runs: tuple[str, ...], as_json: bool) -> None:
-    """Remove temporary files and directories that never became a checkpoint, of runs that nobody works on.
+    """Remove leftovers of interrupted saves from runs that are not active.
 
-    A run counts as live while its trainer runs, an agent waits for a successor, or (seen from another machine) it was
-    written to within the last two minutes; then nothing of it is touched.
+    A run is active while its trainer runs, an agent waits for the next trainer, or (seen from another machine) it was
+    written to within the last two minutes; clean does not touch active runs.
     """
     found = [find_run(run) for run in runs]  # all of them first: a wrong name must not end half of the work
     results = [clean_run(paths) for paths in found]

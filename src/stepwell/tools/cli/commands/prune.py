@@ -1,7 +1,7 @@
-"""`stepwell prune`: retention by hand, for a run that nobody works on.
+"""`stepwell prune`: retention by hand, for a run that no process uses.
 
-Holds:   what the run was told to keep stays, unless an option says otherwise: by default nothing goes that training
-         itself would have left.
+Holds:   prune keeps what the run's own keep= keeps, unless an option overrides it: by default it removes nothing that
+         training would keep.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from stepwell.types import Keep
 def prune(
     run: str, keep: int | None, every: int | None, epochs: bool | None, dry_run: bool, force: bool, as_json: bool
 ) -> None:
-    """Remove checkpoints of RUN that are not to be kept: old ones, abandoned branches, damaged ones.
+    """Remove old and damaged checkpoints and abandoned branches of RUN.
 
-    What stays is what the run was told with keep= at its last start; each of --keep, --every and --epochs replaces its
-    part of that. Of a run of an older version, which did not note it: the newest two.
+    By default, prune keeps what keep= of the run's last start keeps; --keep, --every and --epochs each override one
+    part of it. A run of an older version did not record keep=: prune then keeps the newest two.
 
-    Named checkpoints and the newest two good ones always stay. Nothing goes before enough good ones are there.
+    Named checkpoints and the newest two good ones always stay. Nothing is removed until enough good checkpoints exist.
     """
     paths = find_run(run)
     wanted = _choose(paths, keep, every, epochs)
@@ -67,7 +67,7 @@ def prune(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is to stay: what the run was told, if that is known, with what the options say in its place."""
+    """What to keep: the keep= of the run, if it is known, with the overrides of the options."""
 
     keep: Keep
     recorded: Keep | None

@@ -1,6 +1,6 @@
-"""`stepwell verify`: every byte of a run, read and compared with its checksums.
+"""`stepwell verify`: read every byte of a run and compare it with its checksums.
 
-Owns:    which files are read (each inode once, however many checkpoints link it), and the verdict on each checkpoint.
+Owns:    which files to read (each inode once, even if several checkpoints link it), and the verdict on each checkpoint.
 Holds:   a checkpoint is whole only if its manifest, its records and all bytes of all its files are.
 """
 
@@ -36,7 +36,7 @@ _Key = tuple[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class FileVerdict:
-    """One checkpoint: what is wrong with it, one sentence for each file; empty if it is whole."""
+    """One checkpoint, with one sentence for each damaged file; empty if it is intact."""
 
     id: CheckpointId
     nbytes: int
@@ -50,8 +50,8 @@ class FileVerdict:
 def verify(run: str, step: int | None, as_json: bool) -> None:
     """Read every byte of every checkpoint of RUN and compare it with its checksum.
 
-    Exit code 1 if a checkpoint, or one of the run's own small files, is damaged: the file and the range of bytes are
-    named. What was never committed is no checkpoint and is not looked at.
+    Exit code 1 if a checkpoint, or one of the run's own small files, is damaged; the output names the file and the
+    range of bytes. Uncommitted files are ignored.
     """
     paths, step, id = split(run, step)
     entries = [
@@ -135,7 +135,7 @@ def _check_file(
     known: dict[_Key, str | None],
     add: Callable[[int], None],
 ) -> str | None:
-    """What is wrong with a file. One that several checkpoints link, with the same checksums, is read once."""
+    """The damage of a file. A file that several checkpoints link, with the same checksums, is read once."""
     path = entry.path / file.name
     found = files.facts(path)
     if found is None:
@@ -162,7 +162,7 @@ def _read_all(path: Location, file: FileEntry, add: Callable[[int], None]) -> st
 
 
 def _ignore(*_: Any) -> None:
-    """Nobody wants the bytes; they were checked."""
+    """Discard the bytes; they were checked."""
 
 
 def _print(verdicts: list[FileVerdict], of_run: list[str], damaged: list[FileVerdict]) -> None:

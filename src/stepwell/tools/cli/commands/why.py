@@ -84,10 +84,10 @@ def _turn(id: CheckpointId, is_suspect: bool) -> tuple[Any, ...]:
 @click.option("--step", type=click.IntRange(min=0), help="As restore(step=STEP).")
 @json_option
 def why(run: str, before: int | None, step: int | None, as_json: bool) -> None:
-    """Say which checkpoint of RUN a restart would use, and for each of the others why it would not.
+    """Show which checkpoint of RUN a restart would use, and why not the others.
 
-    Looks at manifests, records and sizes. A restart also reads every byte and goes on to the next choice if one is
-    wrong; `stepwell verify` does that reading.
+    Checks manifests, records and sizes. A restart also reads every byte, and uses the next fallback if one is wrong;
+    `stepwell verify` does the same check.
     """
     paths = find_run(run)
     life = look_for_life(paths)

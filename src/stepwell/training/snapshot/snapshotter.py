@@ -141,7 +141,7 @@ class Snapshotter:
             before.look()
             # One that only stays in memory is taken at every step, so its copy is waited for: the device has work left.
             if not before.copied.is_set() and not block and meta["durable"] and before.is_durable:
-                return "the snapshot before is still being copied"
+                return "the previous snapshot is still being copied"
             before.wait()
         self.gate()
         if block:
@@ -151,7 +151,7 @@ class Snapshotter:
         is_chased = self.pool.is_chased and meta["durable"]
         while self.pool.is_preparing or not self.pool.fits(arrangement.plan):
             if not (block or is_chased):
-                return self.pool.refused or "the arena is being made ready"
+                return self.pool.refused or "buffers are still being allocated"
             if not self.pool.wait_prepared(self.patience):
                 raise PersistError(self.pool.refused)
             arrangement = self.prepare(flat)
@@ -172,7 +172,7 @@ class Snapshotter:
             return self._take_streamed(flat, arrangement, meta)
         slot = self._claim(meta, block=block)
         if slot is None:
-            return "all slots are still being written: storage does not keep up"
+            return "storage cannot keep up: all buffers are still being written"
         try:
             inflight, announce = self._beginning.start(flat, arrangement, meta, slot, record)
         except BaseException:
@@ -222,7 +222,7 @@ class Snapshotter:
                 self._client.send({"type": "make_room"})
         raise PersistError(
             f"no memory for a snapshot became free within {self.patience:.0f} s: the agent (process {agent}) has not "
-            "written what is in it. `events.jsonl` tells what its storage does; the state is as it was"
+            "written its content. See `events.jsonl` for the state of its storage; the live state is unchanged"
         )
 
     def _take_streamed(self, flat: Flat, arrangement: Arrangement, meta: dict[str, Any]) -> Inflight:
@@ -321,7 +321,7 @@ class Snapshotter:
         try:
             self.drain()
         except PersistError as error:
-            run_events.logger.error("%s; it is given up", error)
+            run_events.logger.error("%s; giving it up", error)
         self.pool.stop(self.patience)
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ class Keep:
     def __post_init__(self) -> None:
         if self.last < 2:
             raise ConfigError(
-                f"keep={self.last}: at least 2 are kept, because the newest may turn out damaged; use keep=2",
+                f"keep={self.last}: keep at least 2, because the newest may be damaged; use keep=2",
                 found=self.last,
             )
         if self.every is not None and self.every < 1:

@@ -763,7 +763,7 @@ def test_index_and_halt_by_command(place: Path) -> None:
     command("halt", place, "--unset-reason")
     assert not scr.should_exit()
     shown = command("halt", place, "--unset-checkpoints", "--unset-before", "-l")
-    assert "nothing: the job goes on" in shown
+    assert "nothing: the job continues" in shown
     command("halt", place, "-i", "--seconds", 5, "--after", 1)
     assert "nothing" in command("halt", place, "--unset-seconds", "--unset-after", "--unset-reason")
     command("halt", place, "--immediate")
@@ -780,8 +780,8 @@ def test_scavenge_after_the_last_run(place: Path) -> None:
     scr.finalize()
     assert "c2" in command("scavenge", place, place / "cache", "--dry-run")
     assert not (place / "c2").exists()
-    assert "carried  c2" in command("scavenge", place, place / "cache")
+    assert "copied  c2" in command("scavenge", place, place / "cache")
     assert (place / "c2" / "f").read_bytes() == b"2"
-    assert "nothing to carry" in command("scavenge", place, place / "cache")
-    assert "carried  c1" in command("scavenge", place, place / "cache", "--all")
+    assert "nothing to copy" in command("scavenge", place, place / "cache")
+    assert "copied  c1" in command("scavenge", place, place / "cache", "--all")
     end()

@@ -228,7 +228,7 @@ def test_scavenge_rebuilds_what_a_lost_node_had(job: ScrJob) -> None:
     flip(flipped)
     found = CliRunner().invoke(main, ["scavenge", str(job.prefix.root), *caches])
     assert "ckpt.2: parts are missing" in found.output
-    assert "carried  ckpt.1" in found.output
+    assert "copied  ckpt.1" in found.output
 
 
 @pytest.mark.soak

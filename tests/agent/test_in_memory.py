@@ -66,7 +66,7 @@ def test_after_a_death_the_newest_complete_one_is_written_and_offered(
     paths = RunPaths(run_dir)
     puppet, offered = adopt(run_dir)
     assert offered == on_disk[-1]
-    wait_for(lambda: committed(paths) == on_disk, "what is complete is written")
+    wait_for(lambda: committed(paths) == on_disk, "the agent writes the complete snapshots")
     puppet.start(parent=1, step=offered)
     assert puppet.close()
     assert puppet.steps() == on_disk[::-1]

@@ -83,7 +83,7 @@ def test_a_temporary_file_of_a_living_process_stays(run: Path) -> None:
     path.write_text("x")
     out = good("clean", run).out
     assert path.exists()
-    assert "left alone: 0003.json" in " ".join(out.split())
+    assert "skipped: another process has just written 0003.json" in " ".join(out.split())
 
 
 # A live run
@@ -106,7 +106,7 @@ def test_nothing_of_a_live_run_goes_until_trainer_and_agent_are_dead(run: Path, 
     training = failing(run, start)
     os.kill(training.process.pid, 19)  # SIGSTOP: the directory does not change while we look
     answer = good("clean", run)
-    assert f"left alone: its trainer, process {training.process.pid}, is running" in " ".join(answer.out.split())
+    assert f"skipped: its trainer, process {training.process.pid}, is running" in " ".join(answer.out.split())
     assert uncommitted(run)
     training.kill()
     wait_for(lambda: [e for e in read_events(run / "events.jsonl") if e["kind"] == "trainer-death"], "the agent's look")

@@ -31,7 +31,7 @@ def test_a_directory_that_is_no_run(command: str, tmp_path: Path) -> None:
 def test_the_directory_above_runs_names_them(run: Path) -> None:
     answer = stepwell("ls", run.parent)
     assert answer.code == 2
-    assert f"there are runs below it: {run}" in answer.err
+    assert f"it contains these runs: {run}" in answer.err
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])

@@ -92,7 +92,7 @@ def test_what_safetensors_cannot_hold_is_told(made_run: Path, tmp_path: Path) ->
     tied, odd, values = document["notes"]
     assert "model/decoder.weight = model/encoder.weight" in tied
     assert "safetensors has no complex64" in odd
-    assert "plain values are left out" in values and "--format torch keeps them" in values
+    assert "plain values are left out" in values and "--format torch includes them" in values
     with safe_open(out, "pt") as file:
         metadata = file.metadata()
     assert metadata["model/decoder.weight"] == "model/encoder.weight"
@@ -148,7 +148,7 @@ def test_a_model_and_an_optimizer_go_back_into_live_objects(made_run: Path, tmp_
 def test_nothing_of_that_name(made_run: Path, tmp_path: Path) -> None:
     answer = stepwell("export", made_run, tmp_path / "x", "--only", "ema")
     assert answer.code == 2
-    assert "holds no 'ema'; it holds model, optimizer, notes, stepwell" in answer.err
+    assert "has no 'ema'; it has model, optimizer, notes, stepwell" in answer.err
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
@@ -157,7 +157,7 @@ def test_a_file_is_replaced_only_if_asked_for(form: str, made_run: Path, tmp_pat
     out.write_text("precious")
     answer = stepwell("export", made_run, out, "--format", form)
     assert answer.code == 2
-    assert "--force replaces it" in answer.err
+    assert "use --force to replace it" in answer.err
     assert out.read_text() == "precious"
     good("export", made_run, out, "--format", form, "--force")
     assert out.stat().st_size > 1000
@@ -236,7 +236,7 @@ def test_a_model_in_the_way_of_hugging_face(made_run: Path, tmp_path: Path) -> N
     model.load_state_dict({name: t for name, t in expected.items() if name != "turns"}, strict=False)
     assert same(model.norm.running_mean, leaves(made_run)["model/norm.running_mean"])
     assert "bad" in stepwell("export", made_run, tmp_path / "x", "--format", "hf", "--shard-size", "bad").err
-    assert "is for --format hf" in stepwell("export", made_run, tmp_path / "x", "--shard-size", "1GB").err
+    assert "needs --format hf" in stepwell("export", made_run, tmp_path / "x", "--shard-size", "1GB").err
     assert "'ema'" in stepwell("export", made_run, tmp_path / "x", "--format", "hf", "--only", "ema").err
 
 
@@ -268,7 +268,7 @@ def test_a_folder_is_replaced_only_if_an_export_wrote_it(form: str, run: Path, t
     out.mkdir(parents=True)
     good("export", run, out, "--format", form)  # an empty one is as good as none
     before = listing(out)
-    assert "--force replaces" in stepwell("export", run, out, "--format", form).err
+    assert "use --force to replace" in stepwell("export", run, out, "--format", form).err
     good("export", run, out, "--format", form, "--force")
     assert listing(out) == before
     shard = run / DIRECTORY / "rank-00000.safetensors"
@@ -277,7 +277,7 @@ def test_a_folder_is_replaced_only_if_an_export_wrote_it(form: str, run: Path, t
     assert answer.code == 2 and "bytes 0 to " in answer.err
     assert listing(out) == before and list(out.parent.iterdir()) == [out]
     (out / "config.json").write_text("precious")
-    assert "holds config.json" in stepwell("export", run, out, "--format", form, "--force").err
+    assert "contains config.json" in stepwell("export", run, out, "--format", form, "--force").err
     assert (out / "config.json").read_text() == "precious"
     file = tmp_path / "file"
     file.write_text("precious")

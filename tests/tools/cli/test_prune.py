@@ -98,7 +98,7 @@ def test_each_option_replaces_its_part_of_what_the_run_keeps(run: Path) -> None:
 def test_a_run_that_did_not_note_it_keeps_two_and_is_told_so(run: Path) -> None:
     told(run, None)
     answer = good("prune", run)
-    assert answer.out.startswith("keeps the newest 2, the default: this run has not noted what it was told to keep")
+    assert answer.out.startswith("keeps the newest 2, the default: this run did not record its keep=")
     assert names(run) == LEFT
 
 

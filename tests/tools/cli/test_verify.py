@@ -15,7 +15,7 @@ STEP = "step-000000000008.l0002"
 
 def test_a_whole_run(made_run: Path) -> None:
     answer = good("verify", made_run)
-    assert answer.out.splitlines()[-1].startswith("7 checkpoints whole, ")
+    assert answer.out.splitlines()[-1].startswith("7 checkpoints intact, ")
     assert answer.err == ""  # no bar where there is no terminal
 
 
@@ -40,7 +40,7 @@ def test_a_flipped_bit_is_named_with_file_and_range(run: Path) -> None:
     assert answer.code == 1
     assert [STEP, "damaged"] in [line.split()[:2] for line in answer.out.splitlines()]
     assert re.search(rf"{re.escape(str(shard))}: bytes 0 to {shard.stat().st_size} have checksum", answer.out)
-    assert "1 checkpoint damaged, 6 whole" in answer.out
+    assert "1 checkpoint damaged, 6 intact" in answer.out
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,13 @@ def test_what_is_not_committed_says_what_became_of_it(run: Path, start: Callable
         return next(text for name, text in found.items() if name.startswith(f"step-{failed['step']:012}.l0003"))
 
     told = reason()
-    assert told.startswith("not committed: writing it failed: [Errno 28] No space left on device"), told
+    assert told.startswith("not committed: writing failed: [Errno 28] No space left on device"), told
     assert f"process {training.process.pid}, is running" in told
     training.kill()
     training.kill_agent()
-    assert reason().startswith("never committed: writing it failed: [Errno 28]")
+    assert reason().startswith("never committed: writing failed: [Errno 28]")
     log.write_bytes(kept)  # a full disk may take no events either
-    assert reason() == "never committed: its process ended before the manifest was written"
+    assert reason() == "never committed: its process ended before it wrote the manifest"
 
 
 def test_what_is_being_written_is_not_said_to_have_ended(run: Path, start: Callable[..., Training]) -> None:

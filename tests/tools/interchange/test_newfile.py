@@ -30,7 +30,7 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_name_taken_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ConfigError, match="appeared meanwhile"), new_file(out, force=False) as temporary:
+    with pytest.raises(ConfigError, match="was created meanwhile"), new_file(out, force=False) as temporary:
         temporary.write_text("ours")
         out.write_text("theirs")
     assert out.read_text() == "theirs"

@@ -109,5 +109,5 @@ def test_the_last_lines_are_those_of_the_last_attempt(tmp_path: Path, monkeypatc
 
 
 def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with make([str(tmp_path / "nothing")], tmp_path) as command, pytest.raises(ConfigError, match="cannot be started"):
+    with make([str(tmp_path / "nothing")], tmp_path) as command, pytest.raises(ConfigError, match="cannot start it"):
         command.start()

@@ -80,7 +80,9 @@ def test_tensors_come_first_and_the_length_of_the_run_before_all(tmp_path: Path)
     assert found[0].path == "stepwell/step"
     one, two = last_checkpoint(tmp_path / "a"), last_checkpoint(longer)
     assert why_not_comparable(one, two, same_length=False) is None
-    assert "step 0 uninterrupted and of step 1 killed" in (why_not_comparable(one, two, same_length=True) or "")
+    assert "step 0 in the uninterrupted run and step 1 in the killed one" in (
+        why_not_comparable(one, two, same_length=True) or ""
+    )
     assert why_not_comparable(one, one, same_length=True) is None
 
 

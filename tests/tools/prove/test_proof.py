@@ -33,8 +33,8 @@ def test_a_good_trial_is_identical() -> None:
 @pytest.mark.parametrize(
     ("change", "doubt"),
     [
-        ({"resumed": None, "source": None}, "was not seen to start again"),
-        ({"resumed": 0, "source": None}, "began fresh"),
+        ({"resumed": None, "source": None}, "did not start again"),
+        ({"resumed": 0, "source": None}, "began from scratch"),
         ({"resumed": 0}, "resumed at step 0"),
         ({"was_committed": False}, "was never committed"),
         ({"step": 41}, "21 steps were redone, more than two intervals of 10"),
@@ -54,7 +54,7 @@ def test_an_agent_that_was_killed_needs_no_restart() -> None:
 def test_what_was_set_for_many_ranks_is_said() -> None:
     assert replace(GOOD, set_for_it=["A=1"]).notes == []
     (note,) = replace(GOOD, ranks=2, set_for_it=["A=1"]).notes
-    assert note.startswith("A=1 was set for the command")
+    assert note.startswith("prove set A=1")
 
 
 def test_two_intervals_may_be_redone() -> None:
@@ -64,7 +64,7 @@ def test_two_intervals_may_be_redone() -> None:
 def test_fewer_kills_than_asked_are_inconclusive() -> None:
     proof = replace(GOOD, asked=2)
     assert proof.exit_code == 3
-    assert proof.doubts == ["1 of 2 kills could be placed: the run was over before the others"]
+    assert proof.doubts == ["only 1 of 2 kills were possible: the run ended before the others"]
 
 
 def test_an_obstacle_is_inconclusive() -> None:
@@ -105,7 +105,7 @@ def test_an_unseeded_generator_beside_a_difference_is_a_cause_and_not_the_first_
 
 
 def test_a_bucket_that_was_not_used_is_told() -> None:
-    assert any("nothing is shown of the bucket" in note for note in replace(GOOD, bucket="s3://b/run").notes)
+    assert any("this proves nothing about the bucket" in note for note in replace(GOOD, bucket="s3://b/run").notes)
 
 
 def test_where_the_runs_part_decides_which_cause_is_likelier() -> None:
@@ -114,8 +114,10 @@ def test_where_the_runs_part_decides_which_cause_is_likelier() -> None:
     assert before.causes[0].startswith("an unseeded generator")
     after = replace(GOOD, states=with_differences("model/w"), logs=with_log_difference(21, 2))
     assert after.place == "at step 21, in the attempt that resumed at step 20"
-    assert after.causes[0].startswith("state that is not tracked")
-    assert any("ahead" in cause for cause in after.causes) and not any("ahead" in cause for cause in before.causes)
+    assert after.causes[0].startswith("untracked state")
+    assert any("a batch drawn before" in cause for cause in after.causes) and not any(
+        "a batch drawn before" in cause for cause in before.causes
+    )
     missing = replace(GOOD, logs=with_log_difference(99, None))
     assert missing.place is None and missing.verdict == "different"
 
@@ -138,7 +140,7 @@ def test_a_script_that_fails_after_a_kill_failed_and_before_one_shows_nothing() 
     failure = Failure("killed", after=1, status=7, lines=["no"])
     assert replace(GOOD, states=None, logs=None, failure=failure).exit_code == 1
     early = replace(failure, run="reference", after=0)
-    assert Proof(asked=1, seed=0, failure=early, obstacle="fails by itself").exit_code == 3
+    assert Proof(asked=1, seed=0, failure=early, obstacle="fails without any kill").exit_code == 3
 
 
 def test_the_document_says_it_all() -> None:
@@ -171,7 +173,11 @@ def test_what_differs_is_listed_by_object_with_plain_values_first() -> None:
 
 @pytest.mark.parametrize(
     ("path", "cause"),
-    [("scheduler/last_epoch", "a scheduler's step"), ("stepwell/step", "batches or whole epochs"), ("seen/0", "state")],
+    [
+        ("scheduler/last_epoch", "a scheduler step"),
+        ("stepwell/step", "repeated or skipped batches or epochs"),
+        ("seen/0", "untracked state"),
+    ],
 )
 def test_the_hint_that_fits_what_differs_comes_first(path: str, cause: str) -> None:
     states = replace(EQUAL, differences=[Difference("model/w", "differs", True), value(path, 20, 19)])

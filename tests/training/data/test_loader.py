@@ -294,7 +294,7 @@ def test_seek() -> None:
 
 def test_without_data_it_says_what_to_do() -> None:
     loop = Noting(is_given=False)
-    with pytest.raises(DataError, match="no data= was given"):
+    with pytest.raises(DataError, match="the Checkpointer has no data="):
         list(loop.data)
     with pytest.raises(TypeError):
         len(loop.data)
@@ -360,7 +360,7 @@ def test_a_position_in_batches_is_understood() -> None:
     data = opened(DataLoader(Counted(), batch_size=4, shuffle=True))
     assert data.read({"epoch": 1, "consumed": 3}) == Cursor(1, 3, 12)
     assert data.read({"epoch": 1, "consumed": 6}) == Cursor(1, 6, N)
-    assert data.drift({"epoch": 1, "consumed": 3}).startswith("the samples came in the order None")
+    assert data.drift({"epoch": 1, "consumed": 3}).startswith("the samples were in the order None")
     assert data.drift({"epoch": 1, "consumed": 0}) == ""
 
 

@@ -296,8 +296,8 @@ class Stream(IterableDataset[int]):
     [
         ({"tail": "wrap"}, "give one of carry, drop, partial, pad"),
         ({"rank": 2, "world_size": 2}, "ranks count from 0"),
-        ({"drop_last": True}, "drop_last= goes with torch's own"),
-        ({"sampler": [1]}, "sampler= goes with torch's own"),
+        ({"drop_last": True}, "drop_last= belongs to torch's own"),
+        ({"sampler": [1]}, "sampler= belongs to torch's own"),
         ({"dataset": Stream()}, "map-style"),
     ],
 )

@@ -119,7 +119,7 @@ def test_another_thread_that_reads_has_to_be_declared() -> None:
     reader = threading.Thread(target=loop.take)
     reader.start()
     reader.join()
-    with pytest.raises(DataError, match="read by another thread"):
+    with pytest.raises(DataError, match="another thread than the training thread reads"):
         loop.step()
     assert loop.step(1) == at(1)
 

@@ -35,7 +35,7 @@ def main(where: str, how: str) -> None:
                 try:
                     call()
                 except stepwell.ConfigError as error:
-                    assert "was made in process" in str(error), error
+                    assert "was created in process" in str(error), error
                 else:
                     raise AssertionError(call)
         if how == "own":

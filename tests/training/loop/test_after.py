@@ -32,7 +32,7 @@ def test_values_are_not_logged_into_a_run_that_was_closed_before_its_end(run_dir
     run = Small(run_dir)
     run.ckpt.restore()
     run.ckpt.close()
-    with pytest.raises(ConfigError, match="is closed; make a new one"):
+    with pytest.raises(ConfigError, match="is closed; create a new one"):
         run.ckpt.log(loss=1.0)
 
 

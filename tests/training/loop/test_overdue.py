@@ -34,7 +34,7 @@ def test_an_agent_that_is_stopped_is_named_as_the_reason(run_dir: Path) -> None:
     agent, before = small.ckpt.status().agent_pid, time.time()
     os.kill(agent, signal.SIGSTOP)
     batches = endless(small)
-    while "all slots" not in (small.ckpt.status().overdue_because or ""):
+    while "all buffers" not in (small.ckpt.status().overdue_because or ""):
         assert time.time() < before + 30
         small.update(next(batches))
     since = small.ckpt.status().overdue_since

@@ -33,7 +33,7 @@ def trained(where: Path, *, stop_after: int | None = None, second: str = "none")
 
 def test_a_second_pass_in_an_epoch_is_refused(run_dir: Path) -> None:
     """It was taken for the next epoch: a restart lost whole epochs, and orders repeated without one."""
-    with pytest.raises(DataError, match=r"epoch 0 of ckpt.epochs\(\) is over.*over another loader.*for more"):
+    with pytest.raises(DataError, match=r"epoch 0 of ckpt.epochs\(\) is over.*use another loader.*for more"):
         trained(run_dir, second="same")
     run, _ = trained(run_dir, second="loader")
     assert run.ckpt.status().step == 18, "and nothing of the first epoch is lost"

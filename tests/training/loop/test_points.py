@@ -112,7 +112,7 @@ def test_without_an_end_it_fails(run_dir: Path) -> None:
     run.work(next(batches), 0)
     handle = run.ckpt.save()
     run.ckpt.close(save=False)
-    with pytest.raises(stepwell.PersistError, match="put off to the end of its step, and the run ended before"):
+    with pytest.raises(stepwell.PersistError, match="postponed to the end of its step, and the run ended before"):
         handle.wait(0)
 
 
@@ -362,7 +362,7 @@ def test_a_peek_at_the_first_batch_costs_nothing(run_dir: Path) -> None:
 
 def test_an_older_iterator_is_refused(run_dir: Path) -> None:
     run = open_run(run_dir)
-    with pytest.raises(DataError, match=r"another iterator over ckpt\.data has begun"):
+    with pytest.raises(DataError, match=r"another iterator over ckpt\.data was started"):
         for _ in zip(run.ckpt.data, run.ckpt.data, strict=True):
             pass
     run.ckpt.close(save=False)
@@ -446,7 +446,7 @@ def test_a_changed_learning_rate_is_named_once(run_dir: Path, caplog: pytest.Log
     assert last.optimizer.param_groups[0]["lr"] == 0.01, "the checkpoint's holds"
     lines = [record.message for record in caplog.records if "in the script" in record.message]
     assert len(lines) == 1
-    assert "optimizer.param_groups.0.lr was 0.01, is 0.05 in the script, and goes on as 0.01" in lines[0]
+    assert "optimizer.param_groups.0.lr was 0.01, is 0.05 in the script, and stays 0.01" in lines[0]
 
 
 def test_the_seed_of_the_script_is_the_order_of_a_new_run(tmp_path: Path) -> None:

@@ -94,6 +94,6 @@ def test_a_save_is_decided_though_nobody_could_note_what_became_of_it(
     monkeypatch.setattr(ckpt._snapshotter, "_on_settled", fail)
     with caplog.at_level(logging.ERROR):
         assert isinstance(ckpt.save().staging_completion.exception(30), MemoryError)
-    assert "could not be noted" in caplog.text
+    assert "cannot note the outcome" in caplog.text
     monkeypatch.undo()
     ckpt.close()

@@ -21,7 +21,7 @@ def test_an_optimizer_that_takes_the_place_of_the_tracked_one(run_dir: Path, cap
     small = Small(run_dir)
     small.optimizer = torch.optim.SGD(small.model.parameters(), lr=0.01)
     small.train(epochs=9)
-    found = [line for line in caplog.messages if "SGD steps parameters of model= and is not tracked" in line]
+    found = [line for line in caplog.messages if "SGD steps parameters of model= but is not tracked" in line]
     assert len(found) == 1 and "optimizer= has the same parameters" in found[0]
     assert any("50 batches since step 0" in line for line in caplog.messages)
 
@@ -32,7 +32,7 @@ def test_an_optimizer_that_was_never_tracked(run_dir: Path, caplog: pytest.LogCa
     for _ in ckpt.epochs(1):
         for batch in ckpt.data:
             small.update(batch)
-    assert sum("Adam steps parameters of model= and is not tracked" in line for line in caplog.messages) == 1
+    assert sum("Adam steps parameters of model= but is not tracked" in line for line in caplog.messages) == 1
     assert not any("same parameters" in line for line in caplog.messages)
     small.ckpt.close()
 

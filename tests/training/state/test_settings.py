@@ -21,14 +21,14 @@ def test_a_changed_rate_is_named_with_all_three_values() -> None:
     before, now, in_use = settings(script(0.1)), settings(script(0.05)), settings(script(0.1))
     in_use["optimizer.param_groups.0.lr"] = 0.025
     found = differences(before, now, in_use)
-    assert "optimizer.param_groups.0.lr was 0.1, is 0.05 in the script, and goes on as 0.025" in found
+    assert "optimizer.param_groups.0.lr was 0.1, is 0.05 in the script, and stays 0.025" in found
     assert any(line.startswith("scheduler.base_lrs.0 was 0.1") for line in found)
 
 
 def test_a_changed_schedule_is_named() -> None:
     before, now = settings(script(0.1)), settings(script(0.1, size=3))
     assert differences(before, now, before) == [
-        "scheduler.step_size was 10, is 3 in the script, and goes on as 10",
+        "scheduler.step_size was 10, is 3 in the script, and stays 10",
     ]
 
 

@@ -31,7 +31,7 @@ def show_policy(paths: RunPaths, *, as_json: bool) -> None:
         print_json({"run": str(paths.root), "decisions": found, **failures})
         return
     if not found:
-        say("The run has decided nothing yet: its frequency is fixed, or its first checkpoint is not measured.")
+        say("The run has not chosen an interval: it is fixed, or the first checkpoint is not measured yet.")
         return
     print_wrapped(str(found[-1].get("sentence", "")), indent="")
     if history.failures:

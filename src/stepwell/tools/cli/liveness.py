@@ -67,12 +67,12 @@ def look_for_life(paths: RunPaths) -> Life:
             if len(agents) == 1
             else f"its agents, processes {pids}, still hold"
         )
-        return Life(True, f"{who} memory for a successor", None, agents, step, is_here)
+        return Life(True, f"{who} memory for the next trainer", None, agents, step, is_here)
     if not is_here and quiet < QUIET_SECONDS:
-        where = "by a process that is not known" if not found else "from another machine or container"
+        where = "by a process that is not known" if not found else "by an unknown process"
         why = f"written to {wording.span(quiet)} ago {where}"
         return Life(True, why, None, (), step, False)
-    return Life(False, "no process works on it", None, (), step, is_here)
+    return Life(False, "no process uses it", None, (), step, is_here)
 
 
 def _processes(what: str, pids: tuple[int, ...]) -> str:

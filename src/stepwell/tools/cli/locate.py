@@ -64,7 +64,7 @@ def find_run(text: str) -> RunPaths:
         )
     if not is_run(root):
         below = _runs_below(root)
-        advice = f"; there are runs below it: {', '.join(below)}" if below else "; give the run's own directory"
+        advice = f"; it contains these runs: {', '.join(below)}" if below else "; give the run's own directory"
         raise ConfigError(f"{text}: not a run (no run.json, no checkpoint){advice}", path=str(root))
     mirror.fetch(paths, is_reader=True)
     return paths
@@ -136,9 +136,9 @@ def locate(text: str, step: int | None = None) -> Located:
 
 def _checked(paths: RunPaths, entry: catalog.Entry) -> Located:
     if entry.damage is not None:
-        raise DamagedError(f"{entry.damage}; `stepwell verify {paths.root}` tells which checkpoints are whole")
+        raise DamagedError(f"{entry.damage}; `stepwell verify {paths.root}` shows which checkpoints are intact")
     if entry.manifest is None:
-        raise ConfigError(f"{entry.path}: not committed, there is no checkpoint in it")
+        raise ConfigError(f"{entry.path}: not committed, so it contains no checkpoint")
     for rank in range(entry.manifest.world_size):
         catalog.read_record(paths, entry.manifest, rank)
     return Located(paths, entry, entry.manifest)

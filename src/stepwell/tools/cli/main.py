@@ -36,19 +36,19 @@ COMMANDS: Final[dict[str, str]] = {
 
 SUMMARIES: Final[dict[str, str]] = {
     "ls": "List the checkpoints of a run.",
-    "show": "Show what a checkpoint holds.",
+    "show": "Show the content of a checkpoint.",
     "verify": "Read every byte of a run and check it.",
-    "why": "Say which checkpoint a restart would use, and why not the others.",
+    "why": "Show which checkpoint a restart would use, and why not the others.",
     "diff": "Compare two checkpoints.",
     "prune": "Remove old checkpoints.",
-    "clean": "Remove what dead processes left behind.",
-    "export": "Write a checkpoint as one safetensors or torch file.",
-    "prove": "Kill a training script again and again; show that it ends the same.",
-    "store": "Serve the store of a job with spare nodes.",
+    "clean": "Remove leftovers of interrupted saves.",
+    "export": "Export a checkpoint as safetensors, torch or DCP.",
+    "prove": "Kill and restart a training script, then check that the result is bit-identical.",
+    "store": "Run the store for a job with spare nodes.",
     "index": "SCR interface: list datasets, choose the one to restart from.",
     "halt": "SCR interface: tell a job when to stop.",
     "scavenge": "SCR interface: save datasets from the nodes' caches after the last run.",
-    "flush": "SCR interface: end flushes that were broken off.",
+    "flush": "SCR interface: complete interrupted flushes.",
 }
 """What `--help` says of each, so that it need not import them."""
 

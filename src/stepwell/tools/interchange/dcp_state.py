@@ -74,7 +74,7 @@ def _visit(path: Path, encoded: Any, flat: FlatState) -> None:
     else:
         key = ".".join(map(str, path))
         if key in flat.paths:
-            raise StateError(f"two places of the state have the key {key!r} for DCP; rename one of them", path=key)
+            raise StateError(f"two values of the state have the DCP key {key!r}; rename one of them", path=key)
         flat.paths[key] = path
         leaf = _leaf(encoded)
         if leaf is None:

@@ -43,7 +43,7 @@ def write_hf(
     found = {entry.name: entry for entry in entries_of(whole, set(names.kept))}
     entries = [found[leaf] for leaf in names.kept]  # in the order of the module
     if not entries:
-        raise ConfigError(f"{only} holds no tensor; --only names another tracked object", found=only)
+        raise ConfigError(f"{only} contains no tensor; give --only another tracked object", found=only)
     shards = deal(entries, shard_bytes)
     files = [_file_name(number, len(shards)) for number in range(len(shards))]
     nbytes = 0

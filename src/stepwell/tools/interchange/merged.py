@@ -38,7 +38,7 @@ def part(whole: Whole, only: str | None) -> Any:
     if only is None:
         return tree
     if only not in tree:
-        raise ConfigError(f"{whole.record.id} holds no {only!r}; it holds {', '.join(tree)}", found=only)
+        raise ConfigError(f"{whole.record.id} has no {only!r}; it has {', '.join(tree)}", found=only)
     return tree[only]
 
 

@@ -36,9 +36,9 @@ def check_target(out: Path, *, force: bool) -> None:
     if out.is_dir():
         raise ConfigError(f"{out} is a directory; give the name of the file to write", path=str(out))
     if os.path.lexists(out) and not force:
-        raise ConfigError(f"{out} is there already; --force replaces it", path=str(out))
+        raise ConfigError(f"{out} exists; use --force to replace it", path=str(out))
     if not out.parent.is_dir():
-        raise ConfigError(f"{out.parent}: no such directory; make it first", path=str(out.parent))
+        raise ConfigError(f"{out.parent}: no such directory; create it first", path=str(out.parent))
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def _link(temporary: Path, out: Path) -> bool:
     try:
         os.link(temporary, out)
     except FileExistsError:
-        raise ConfigError(f"{out} appeared meanwhile; --force replaces it", path=str(out)) from None
+        raise ConfigError(f"{out} was created meanwhile; use --force to replace it", path=str(out)) from None
     except OSError:
         return False
     return True
@@ -82,12 +82,14 @@ def check_folder(out: Path, *, force: bool) -> None:
         raise ConfigError(f"{out} is a file; give the name of a directory to write", path=str(out))
     names = sorted(os.listdir(out)) if out.is_dir() else []
     if names and not force:
-        raise ConfigError(f"{out} is there already; --force replaces an earlier export", path=str(out))
+        raise ConfigError(f"{out} exists; use --force to replace an earlier export", path=str(out))
     strange = [name for name in names if not _EXPORTED.fullmatch(name)]
     if strange:
-        raise ConfigError(f"{out} holds {strange[0]}, which no export wrote; give another directory", path=str(out))
+        raise ConfigError(
+            f"{out} contains {strange[0]}, which is not from an export; give another directory", path=str(out)
+        )
     if not out.parent.is_dir():
-        raise ConfigError(f"{out.parent}: no such directory; make it first", path=str(out.parent))
+        raise ConfigError(f"{out.parent}: no such directory; create it first", path=str(out.parent))
 
 
 @contextlib.contextmanager

@@ -50,9 +50,7 @@ def open_checkpoint(where: str | os.PathLike[str], step: int | None, rank: int =
         except DamagedError as error:
             problems.append(f"{choice.entry.id}: {error}")
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-    raise RestoreError(
-        f"{where} holds no {wanted} that can be read\n{listing(problems)}".rstrip(), path=os.fspath(where)
-    )
+    raise RestoreError(f"{where} has no readable {wanted}\n{listing(problems)}".rstrip(), path=os.fspath(where))
 
 
 def entries_of(whole: Whole, wanted: set[str]) -> list[LeafEntry]:
@@ -70,7 +68,7 @@ def own_notes(whole: Whole, wanted: set[str]) -> list[str]:
         return []
     some = ", ".join(own[:_MOST_NAMED]) + (" ..." if len(own) > _MOST_NAMED else "")
     rank = whole.record.owner.rank
-    return [f"each rank has {len(own)} of its own ({some}): written are those of rank {rank}"]
+    return [f"each rank has {len(own)} values of its own ({some}); the export contains those of rank {rank}"]
 
 
 def deliver_leaves(whole: Whole, wanted: set[str], deliver: Deliver, on_bytes: OnBytes | None = None) -> None:

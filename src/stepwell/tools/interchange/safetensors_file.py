@@ -108,7 +108,7 @@ def _notes(root: OutlineNode, names: Names, entries: list[LeafEntry]) -> list[st
     notes = tensor_notes(names, entries)
     values = [path for path, node in root.walk() if node.kind == "value" and METADATA not in path]
     if values:
-        notes.append(f"plain values are left out ({len(values)}); --format torch keeps them")
+        notes.append(f"plain values are left out ({len(values)}); --format torch includes them")
     return notes
 
 

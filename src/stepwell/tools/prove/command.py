@@ -58,7 +58,7 @@ class Command:
                 )
             except OSError as error:
                 raise ConfigError(
-                    f"{self._words[0]}: cannot be started: {error.strerror}; give the command that trains after `--`"
+                    f"{self._words[0]}: cannot start it: {error.strerror}; give the training command after `--`"
                 ) from error
 
     def _environment(self) -> dict[str, str]:

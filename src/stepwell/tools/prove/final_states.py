@@ -98,20 +98,21 @@ def last_checkpoint(root: Path) -> LastCheckpoint:
         if entry.manifest is None:
             raise DamagedError(f"{entry.path}: {entry.damage}", path=str(entry.path))
         return LastCheckpoint(Whole(parts_on_disk(paths, entry.manifest)))
-    raise RestoreError(f"{root} holds no committed checkpoint", path=str(root))
+    raise RestoreError(f"{root} has no committed checkpoint", path=str(root))
 
 
 def why_not_comparable(uninterrupted: LastCheckpoint, killed: LastCheckpoint, *, same_length: bool) -> str | None:
     """Why the ends cannot be compared: other ranks, or (after equally many steps) nobody saved the end."""
     worlds = len(uninterrupted.whole.parts), len(killed.whole.parts)
     if worlds[0] != worlds[1]:
-        return f"the run ended on {worlds[0]} ranks uninterrupted and on {worlds[1]} killed"
+        return f"the uninterrupted run ended on {worlds[0]} ranks, the killed one on {worlds[1]}"
     one, two = uninterrupted.record.id.step, killed.record.id.step
     if one == two or not same_length:
         return None
     return (
-        f"the last checkpoint is that of step {one} uninterrupted and of step {two} killed: end the script with "
-        "ckpt.epochs(), ckpt.save() or ckpt.close(), so that the end itself is saved"
+        f"the last checkpoint is step {one} in the uninterrupted run and step {two} in the killed "
+        "one: end the script with ckpt.epochs(), ckpt.save() or ckpt.close(), so that the end itself "
+        "is saved"
     )
 
 

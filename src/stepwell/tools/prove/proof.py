@@ -33,13 +33,13 @@ _SEEDING: Final = {
 
 _OF_A_SCHEDULE: Final = ("/last_epoch", "/_step_count")
 _SCHEDULE: Final = (
-    "a scheduler's step that comes after save() in the loop body, or whose place a restart does not know: what comes "
-    "after a save is done once more or never; call save() last in the body"
+    "a scheduler step that follows save() in the loop body, or whose position a restart does not "
+    "know: code after a save runs once more or never; call save() last in the body"
 )
 _OF_THE_COUNT: Final = ("stepwell/step", "stepwell/epoch", "stepwell/consumed")
 _COUNT: Final = (
-    "batches or whole epochs that were done again or left out: count epochs with ckpt.epochs(), iterate ckpt.data once "
-    "in each, and with a loader of your own skip ckpt.data.index batches"
+    "repeated or skipped batches or epochs: count epochs with ckpt.epochs(), iterate ckpt.data "
+    "once in each, and with your own loader skip ckpt.data.index batches"
 )
 
 
@@ -148,7 +148,7 @@ class Proof:
         if self.states is None and self.failure is None and not found:
             found.append("nothing was compared")
         if len(self.kills) < self.asked and not found:
-            found.append(f"{len(self.kills)} of {self.asked} kills could be placed: the run was over before the others")
+            found.append(f"only {len(self.kills)} of {self.asked} kills were possible: the run ended before the others")
         for kill in self.kills:
             if (doubt := self._doubt(kill)) is not None:
                 found.append(f"kill {kill.number}, at step {kill.step}: {doubt}")
@@ -158,16 +158,16 @@ class Proof:
         if not kill.is_restart:
             return None  # had training not gone on, the script would have failed
         if kill.resumed is None:
-            return "the script was not seen to start again"
+            return "the script did not start again"
         if kill.source is None:
-            return "the restart began fresh; does the script call ckpt.restore() before its loop?"
+            return "the restart began from scratch; does the script call ckpt.restore() before its loop?"
         if kill.resumed <= 0:
-            return "the restart resumed at step 0, where nothing is there to be lost"
+            return "the restart resumed at step 0, where there is nothing to lose"
         if not kill.was_committed:
-            return f"the checkpoint of step {kill.resumed} it resumed from was never committed"
+            return f"it resumed from step {kill.resumed}, a checkpoint that was never committed"
         if kill.redone is not None and kill.redone > 2 * self.interval:
             return (
-                f"{kill.redone} steps were redone, more than two intervals of {self.interval}: storage does not keep up"
+                f"{kill.redone} steps were redone, more than two intervals of {self.interval}: storage cannot keep up"
             )
         return None
 
@@ -177,13 +177,13 @@ class Proof:
         found = []
         if self.bucket is not None:
             found.append(
-                f"the script trains in {self.bucket}, and both runs of this trial were in a directory: nothing is "
-                "shown of the bucket"
+                f"the script trains in {self.bucket}, but both runs of this trial used a directory: this "
+                "proves nothing about the bucket"
             )
         if self.set_for_it and self.ranks > 1:
             found.append(
-                f"{', '.join(self.set_for_it)} was set for the command: without it ranks that torchrun starts again "
-                "cannot connect; set it in your own jobs too"
+                f"prove set {', '.join(self.set_for_it)} for the command: without it, ranks that torchrun "
+                "restarts cannot connect; set it in your own jobs too"
             )
         if self.verdict == "identical" and self.unseeded:
             names = " and ".join(f"{name}'s" for name in self.unseeded)
@@ -198,7 +198,7 @@ class Proof:
                 "nothing was logged, so only the final state was compared: ckpt.log(loss=loss) adds every step"
             )
         if self.logs is not None and self.logs.lost:
-            found.append(f"logged values that died with a killed trainer before they were written: {self.logs.lost}")
+            found.append(f"logged values lost with a killed trainer before they were written: {self.logs.lost}")
         if self.ignored:
             found.append(f"logged values not compared: {', '.join(self.ignored)}")
         groups: dict[tuple[str, str], list[VoidTrial]] = {}
@@ -218,7 +218,9 @@ class Proof:
         if first is None or not self.kills:
             return None
         if self._parts_before_any_kill:
-            return f"before the first kill, at step {first.step}: the script does not repeat itself, kills or not"
+            return (
+                f"before the first kill, at step {first.step}: the script is not deterministic, with or without kills"
+            )
         resumed = None if first.lineage is None else self.lineage_steps.get(first.lineage)
         return None if resumed is None else f"at step {first.step}, in the attempt that resumed at step {resumed}"
 
@@ -235,15 +237,15 @@ class Proof:
         unseeded = "an unseeded generator: random.Random(), numpy.random.default_rng(), the operating system"
         if self.unseeded:
             seeds = ", ".join(dict.fromkeys(_SEEDING.get(name, name) for name in self.unseeded))
-            unseeded += f"; not the same at the end: {', '.join(self.unseeded)} ({seeds})"
-        untracked = "state that is not tracked: an average of weights, a counter, a buffer, a generator of your own"
+            unseeded += f"; different at the end: {', '.join(self.unseeded)} ({seeds})"
+        untracked = "untracked state: an average of weights, a counter, a buffer, your own generator"
         ahead = (
-            "a batch drawn ahead, before the step that uses it: after a restart it is drawn again, by a generator that "
-            "is past it; draw it at the top of the loop body"
+            "a batch drawn before the step that uses it: a restart draws it again, from a generator that "
+            "has moved on; draw it at the top of the loop body"
         )
-        workers = "augmentation in loader workers: each has generators of its own, which no checkpoint holds"
+        workers = "augmentation in loader workers: they have their own generators, which no checkpoint contains"
         kernels = "non-deterministic kernels: torch.use_deterministic_algorithms(True)"
-        guards = "tensors changed outside every guard, through .data or numpy: `with ckpt.updating():`"
+        guards = "tensors changed outside every guard, through .data or numpy: use `with ckpt.updating():`"
         if self._parts_before_any_kill:
             return [unseeded, workers, kernels]
         ordered = [untracked, unseeded, ahead, workers, guards, kernels]
@@ -253,7 +255,9 @@ class Proof:
         if any(path.startswith(_OF_THE_COUNT) for path in plain):
             ordered.insert(0, _COUNT)
         if self.ranks > 2:
-            buckets = "DDP lays its buckets out anew after a start's first step: find_unused_parameters=True stops that"
+            buckets = (
+                "DDP rebuilds its buckets after the first step of a start: find_unused_parameters=True prevents that"
+            )
             ordered.insert(0, buckets)
         if self.voids:  # somebody was seen doing it
             ordered.sort(key=lambda cause: cause is not guards)

@@ -77,7 +77,7 @@ class Trial:
         with uninterrupted.command:
             failure = uninterrupted.run([])
         if failure is not None:
-            return replace(proof, failure=failure, obstacle="the script fails by itself, without any kill")
+            return replace(proof, failure=failure, obstacle="the script fails without any kill")
         steps, ranks = uninterrupted.step, count_ranks(self.out / "reference")
         unset = [] if OWN_STORE in os.environ else [f"{OWN_STORE}=1"]
         proof = replace(proof, steps=steps, ranks=ranks, set_for_it=unset, voids=uninterrupted.voids(ranks))
@@ -110,7 +110,7 @@ class Trial:
         )
         if failure is not None:
             why = (
-                None if killed.kills else "the script failed before the first kill, although it had run through before"
+                None if killed.kills else "the script failed before the first kill, although it succeeded without kills"
             )
             return replace(proof, failure=failure, obstacle=why)
         logged = [read_all(self.out / name, proof.ranks) for name in ("reference", "killed")]
@@ -121,14 +121,14 @@ class Trial:
             obstacle = why_not_comparable(one, two, same_length=uninterrupted.step == killed.step)
             return replace(proof, obstacle=obstacle, states=None if obstacle else compare_states(one, two))
         except StepwellError as error:
-            return replace(proof, obstacle=f"the final checkpoints cannot be compared: {error}")
+            return replace(proof, obstacle=f"cannot compare the final checkpoints: {error}")
 
 
 def prepare_directory(out: Path) -> None:
     """Make room for a trial. An earlier trial in the same place is removed; anything else is refused."""
     marker = out / "prove.json"
     if out.exists() and any(out.iterdir()) and not marker.is_file():
-        raise ConfigError(f"{out} is not empty and holds no earlier trial; give another directory with --out")
+        raise ConfigError(f"{out} is not empty and contains no earlier trial; give another directory with --out")
     out.mkdir(parents=True, exist_ok=True)
     marker.write_text(json.dumps({"verdict": None}) + "\n")  # first: what follows may be removed by the next trial
     for name in ("reference", "killed"):
@@ -139,13 +139,13 @@ def prepare_directory(out: Path) -> None:
 
 def _why_no_kill(out: Path, steps: int, first: int | None) -> str | None:
     if not files.exists(RunPaths(out / "reference").run):
-        return "the script made no run: it has to train with stepwell.Checkpointer"
+        return "the script created no run: it must train with stepwell.Checkpointer"
     if first is None:
-        return "the script never committed a checkpoint, so there is nothing to resume from"
+        return "the script never committed a checkpoint, so a restart has nothing to resume from"
     if first + 1 > steps - 2:
         return (
-            f"the first checkpoint was that of step {first} of {steps}: no kill could be followed by a resume; choose "
-            "a shorter interval, as Every(steps=...), or train for longer"
+            f"the first checkpoint was step {first} of {steps}: no kill could be followed by a resume; "
+            "choose a shorter interval, such as Every(steps=...), or train for longer"
         )
     return None
 
@@ -257,10 +257,10 @@ class _Watch:
         deadline = time.monotonic() + _NOTICE_SECONDS
         while self.command.poll() is None:
             if self._processes() is not None:
-                self._listener.said("  its launcher started all ranks again")
+                self._listener.said("  its launcher restarted all ranks")
                 return True
             if time.monotonic() > deadline:
-                self._listener.said(f"  nobody noticed within {_NOTICE_SECONDS:.0f} s: the others are ended")
+                self._listener.said(f"  no other process noticed within {_NOTICE_SECONDS:.0f} s: prove ends the others")
                 break
             time.sleep(_TAIL_SECONDS)
         self.command.finish(spare=agents | find_agents(self._root, self._ranks))

@@ -69,7 +69,7 @@ def write_timeline(events: Path, picture: Path, *, kills: Sequence[KillLike] = (
 
 def _title(story: Story, kills: Sequence[KillLike]) -> str:
     killed = f", killed {len(kills)} time{'s' if len(kills) != 1 else ''}" if kills else ""
-    dropped = f"; {story.dropped} older events are not kept" if story.dropped else ""
+    dropped = f"; {story.dropped} older events were dropped" if story.dropped else ""
     return f"{story.steps} steps in {story.seconds:.0f} s{killed}{dropped}"
 
 
@@ -171,7 +171,7 @@ class _Drawing:
         axes.set_ylabel("milliseconds", color=_INK)
         if not points:
             axes.set_yticks([])
-            axes.text(0.5, 0.5, "nothing was logged: iteration times are not known", transform=axes.transAxes,
+            axes.text(0.5, 0.5, "nothing was logged, so iteration times are unknown", transform=axes.transAxes,
                       ha="center", va="center", color=_GREY)  # fmt: skip
             return
         lengths = [1000 * max(point.value, 1e-6) for point in points]

@@ -169,8 +169,8 @@ class Batches:
         if at == self.at or (self._is_exhausted and at == self.following()):
             return
         raise DataError(
-            "batches were read after the last step, and only the source knows where it was before them: this position "
-            "cannot be saved. Save right after a step, in a loop that does not read ahead",
+            "batches were read after the last step, and only the source knew its position before them: "
+            "this position cannot be saved. Save right after a step, in a loop that does not prefetch",
             found=self.usage.at.batches,
         )
 
@@ -185,7 +185,7 @@ class Batches:
             return ""
         where = f"in the middle of epoch {saved['epoch'] + bool(data.get('ended'))}"
         if data.get("order") != source.order:
-            return f"the samples came in the order {data.get('order')} and come in {source.order} now, {where}"
+            return f"the samples were in the order {data.get('order')} and are in {source.order} now, {where}"
         if length != source.length():
             return f"the data set had {length} samples and has {source.length()} now, {where}"
         return ""
@@ -264,7 +264,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         if self._given is None:
-            raise DataError("no data= was given to the Checkpointer: iterate your own loader and call ckpt.step()")
+            raise DataError("the Checkpointer has no data=: iterate your own loader and call ckpt.step()")
         self._loop.on_start()
         assert self._source is not None
         if self._is_next_round and self._loop.on_round():  # without ckpt.epochs() the next round is the next epoch
@@ -306,6 +306,6 @@ class Batches:
     def _refuse_older(self, round: int) -> None:
         if round != self._rounds:
             raise DataError(
-                "another iterator over ckpt.data has begun since this one did, and there is one position: iterate "
-                "ckpt.data in one place at a time"
+                "another iterator over ckpt.data was started after this one, and there is only one position: "
+                "iterate ckpt.data in one place at a time"
             )

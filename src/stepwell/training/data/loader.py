@@ -52,7 +52,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if rank is not None and world_size is not None and not 0 <= rank < world_size:
             raise ConfigError(f"rank={rank} of world_size={world_size}: ranks count from 0", name="rank")
         if extra := sorted({"sampler", "batch_sampler", "drop_last"} & options.keys()):
-            raise ConfigError(f"{extra[0]}= goes with torch's own DataLoader; here shuffle= and tail= say it all")
+            raise ConfigError(f"{extra[0]}= belongs to torch's own DataLoader; here, use shuffle= and tail= instead")
         if isinstance(dataset, IterableDataset):
             raise ConfigError("an IterableDataset has no positions; give a map-style data set", name="dataset")
         drop_last = tail == "drop" and batch_size is not None
@@ -110,8 +110,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if at.samples and state[name] != now:
                 self._at = before
                 raise DataError(
-                    f"{name} was {state[name]!r} and is {now!r}: some samples would come twice or never; give the "
-                    "data as it was",
+                    f"{name} was {state[name]!r} and is {now!r}: some samples would be used twice or never; pass "
+                    "the same data as before",
                     expected=state[name],
                     found=now,
                 )

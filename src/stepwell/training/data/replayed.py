@@ -43,8 +43,8 @@ class ReplaySource(CountsBatches):
                     next(batches)
                 except StopIteration:
                     raise DataError(
-                        f"the source ended after {number} batches, and {at.batches} of epoch {at.epoch} were used "
-                        "before: it is not the source it was, so the position cannot be found again",
+                        f"the source ended after {number} batches, but {at.batches} of epoch {at.epoch} were used "
+                        "before: the source has changed, so its position cannot be restored",
                         expected=at.batches,
                         found=number,
                     ) from None

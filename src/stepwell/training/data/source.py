@@ -18,9 +18,10 @@ from stepwell.training.data.cursor import Cursor
 from stepwell.training.data.sampler import CountsBatches, PlainSampler, Skipping, epoch_seed, layers, make_sampler
 
 HOW = (
-    "stepwell resumes a torch DataLoader over a map-style data set, a list of batches, and what has `state_dict` and "
-    "`load_state_dict` (torchdata's StatefulDataLoader, say); for anything else pass on_unseekable='replay', or leave "
-    "data= out, track the source's own state, and call ckpt.step() at the end of the loop body"
+    "stepwell resumes a torch DataLoader over a map-style data set, a list of batches, and any "
+    "object with `state_dict` and `load_state_dict` (such as torchdata's StatefulDataLoader); "
+    "for anything else pass on_unseekable='replay', or drop data=, track the source's own state, "
+    "and call ckpt.step() at the end of the loop body"
 )
 
 
@@ -136,8 +137,8 @@ def checked(loader: DataLoader[Any], seed: int, *, keyed: bool) -> PlainSampler 
         known = type(inner) in (BatchSampler, SequentialSampler, list, tuple, range) or hasattr(inner, "generator")
         if not (known or callable(getattr(inner, "set_epoch", None))):
             raise DataError(
-                f"the sampler {type(inner).__qualname__} cannot be brought back to a position: give it a `generator` "
-                f"attribute or a `set_epoch` method on which alone its order depends. {HOW}",
+                f"cannot restore the position of the sampler {type(inner).__qualname__}: give it a "
+                f"`generator` attribute or a `set_epoch` method that alone determines its order. {HOW}",
                 found=type(inner).__qualname__,
             )
     return make_sampler(given, seed, keyed=keyed)

@@ -75,13 +75,13 @@ def _problem(data: Any) -> str:
         kind = f"an IterableDataset ({type(data.dataset).__qualname__})"
         if has_state(data.dataset):
             return (
-                f"{kind} whose copies in {data.num_workers} workers cannot be asked for their state: use torchdata's "
-                "StatefulDataLoader, or num_workers=0"
+                f"{kind} whose copies in {data.num_workers} workers cannot report their state: use "
+                "torchdata's StatefulDataLoader, or num_workers=0"
             )
         hint = "; torchdata's StatefulDataLoader asks it in each worker" if data.num_workers else ""
         return f"{kind} has no positions: give it state_dict and load_state_dict{hint}"
     if isinstance(data, Iterator):
-        return f"data= is a {name}, which is used up after one epoch"
+        return f"data= is a {name}, which is exhausted after one epoch"
     return f"data= is a {name}"
 
 

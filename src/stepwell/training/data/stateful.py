@@ -58,14 +58,14 @@ class StatefulSource(CountsBatches):
         except Exception as error:  # the user's code: whatever it says is about this state
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise DataError(
-                f"{name}.load_state_dict refused the state of the checkpoint ({reason}): make the data as it was then, "
-                "with the same number of workers",
+                f"{name}.load_state_dict refused the state of the checkpoint ({reason}): create the data as "
+                "it was then, with the same number of workers",
                 found=name,
             ) from error
         if not alike(state, echo):
             raise DataError(
-                f"{name} was given a state and tells another one: it would go on somewhere else in the data. Its "
-                "load_state_dict has to take up all that state_dict tells, before the first batch; "
+                f"{name} returns another state than it was given: it would continue somewhere else in the "
+                "data. Its load_state_dict must apply all that state_dict returns, before the first batch; "
                 "restore(before=...) takes an older checkpoint",
                 found=name,
             )

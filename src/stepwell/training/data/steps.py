@@ -39,7 +39,7 @@ class StepCounter:
         if self._calls > _STEPS_WITHOUT_TRIGGER and not self._warned:
             self._warned = True
             warnings.warn(
-                f"stepwell: {self._calls} optimizer steps without a trigger: nothing is being checkpointed. "
+                f"stepwell: {self._calls} optimizer steps without a trigger: stepwell saves nothing. "
                 + (_READ if self.has_data else _CALL),
                 stacklevel=5,
             )

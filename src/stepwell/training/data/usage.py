@@ -17,7 +17,7 @@ from stepwell.training.data.cursor import Cursor
 
 _MOST_UNUSED: Final = 1 << 16
 """A loop that never uses anything (an evaluation) must not fill memory."""
-_READ_ELSEWHERE: Final = "ckpt.data is read by another thread than the one that trains"
+_READ_ELSEWHERE: Final = "another thread than the training thread reads ckpt.data"
 
 
 class Usage:
@@ -138,7 +138,7 @@ class Usage:
         else:
             found = f"{self._since} batches were taken from ckpt.data before this step, and not all were trained on"
         return (
-            f"{found}, so it is not known which of them a resume has to bring again. A loop that reads ahead ends its "
-            "body with ckpt.step(batches=n), n being the batches that its step used; a loop that skips batches calls "
-            "ckpt.step() for each batch, also before `continue`"
+            f"{found}, so stepwell does not know which of them a resume must repeat. A loop that "
+            "prefetches ends its body with ckpt.step(batches=n), with n the batches that its step used; "
+            "a loop that skips batches calls ckpt.step() for each batch, also before `continue`"
         )

@@ -94,7 +94,7 @@ class _Callbacks:
             try:
                 call()
             except Exception:  # as `concurrent.futures` does
-                logger.exception("a callback of a save failed")
+                logger.exception("a callback of a save raised an error")
 
     def finish(self, seconds: float) -> bool:
         """Block until none is left. False: one takes longer."""
@@ -111,4 +111,4 @@ os.register_at_fork(after_in_child=_callbacks.forget)
 def finish_callbacks(seconds: float) -> None:
     """The process may end after this: what was posted has run by then. Warns of what takes longer."""
     if not _callbacks.finish(seconds):
-        logger.warning("a callback of a save still runs after %.0f s: it is cut off when this process ends", seconds)
+        logger.warning("a callback of a save still runs after %.0f s; it is aborted when this process ends", seconds)

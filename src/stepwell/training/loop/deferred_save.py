@@ -53,8 +53,9 @@ class _Late(Explained[T]):
     def _refuse(self) -> None:
         if not (self._has_begun or self.done()) and threading.get_ident() == self._thread:
             raise StateError(
-                f"save() was called in the middle of step {self._step}, and is taken when that step is over: it cannot "
-                "be waited for before. Call save() after optimizer.step(), or wait in a later iteration",
+                f"save() was called in the middle of step {self._step}: stepwell saves when that step is "
+                "over, so you cannot wait for it before. Call save() after optimizer.step(), or wait in a "
+                "later iteration",
                 step=self._step,
             )
 
@@ -110,4 +111,4 @@ class DeferredSave:
     def fail_all(self, why: Any) -> None:
         """The step will not end."""
         for request in self.take():
-            request.fail(PersistError(f"the save was put off to the end of its step, and {why}"))
+            request.fail(PersistError(f"the save was postponed to the end of its step, and {why}"))

@@ -109,7 +109,7 @@ class Ending:
             self.iteration.forget()
             self._shut_down(is_saved=save and can_save, deadline=deadline)
         if save and self.is_open and self.outcomes.why_lost is not None:
-            raise PersistError(f"the last step is not saved: {self.outcomes.why_lost}")
+            raise PersistError(f"cannot save the last step: {self.outcomes.why_lost}")
 
     def give_way(self) -> None:
         """Another Checkpointer of this process opens the run: after an exception that somebody caught, say."""
@@ -127,15 +127,16 @@ class Ending:
     def refusal(self, *, is_over: bool, by_finish: bool) -> ConfigError:
         """Why nothing more can be done with a run that is closed."""
         if not is_over:
-            return ConfigError("this Checkpointer is closed; make a new one")
+            return ConfigError("this Checkpointer is closed; create a new one")
         if by_finish:
             return ConfigError(
                 "ckpt.finish() has saved the last step and ended the run; only ckpt.log() may follow. Leave the loop "
                 "after it (break), and call save(), with a name=, before it"
             )
         return ConfigError(
-            "the last epoch of ckpt.epochs() is over: its last step is saved, and the run is closed; only ckpt.log() "
-            "may follow. To keep the end under a name, call ckpt.save(name=...) last in the last epoch (n - 1)"
+            "the last epoch of ckpt.epochs() is over: its last step is saved, and the run is closed; "
+            "only ckpt.log() may follow. To keep the end under a name, call ckpt.save(name=...) last in "
+            "the last epoch (n - 1)"
         )
 
     def log_more(self) -> None:

@@ -31,8 +31,9 @@ class Home:
         """Raise ConfigError in a forked child."""
         if not self.is_here:
             raise ConfigError(
-                f"{self.place}: this Checkpointer was made in process {self.pid}, and process {os.getpid()} was forked "
-                "from it: use it there, or make another one, over a directory of its own, after the fork",
+                f"{self.place}: this Checkpointer was created in process {self.pid}, and process "
+                f"{os.getpid()} was forked from it: use it there, or create another one with its own "
+                "directory after the fork",
                 path=self.place,
             )
 
@@ -43,8 +44,8 @@ class Home:
         if not self._has_warned:  # not into the event file, which belongs to the run
             self._has_warned = True
             logger.warning(
-                "process %d was forked from process %d, which trains %s: its optimizer steps are not part of that run, "
-                "and nothing of it is saved",
+                "process %d was forked from process %d, which trains %s: its optimizer steps are not part of "
+                "that run, and stepwell saves nothing of it",
                 os.getpid(),
                 self.pid,
                 self.place,

@@ -35,7 +35,9 @@ def run_place(where: str | os.PathLike[str]) -> str:
     """The run's directory or address. `stepwell prove` redirects a script's runs with STEPWELL_WHERE."""
     given: Any = where
     if not isinstance(given, str | os.PathLike) or not os.fspath(given):
-        raise ConfigError(f"{given!r}: give the run's directory, or its address, as s3://bucket/run", found=repr(given))
+        raise ConfigError(
+            f"{given!r}: give the run's directory, or its address, such as s3://bucket/run", found=repr(given)
+        )
     text = os.environ.get("STEPWELL_WHERE") or os.fspath(where)
     if "://" in text:
         return text
@@ -75,7 +77,7 @@ def seconds_from(variable: str, default: float) -> float:
     try:
         seconds = float(os.environ.get(variable, default))
     except ValueError:
-        raise ConfigError(f"{variable}={os.environ[variable]!r} is no number of seconds") from None
+        raise ConfigError(f"{variable}={os.environ[variable]!r} is not a number of seconds") from None
     if not 0 <= seconds < float("inf"):
         raise ConfigError(f"{variable}={os.environ[variable]!r}: give seconds, 0 or more", name=variable)
     return seconds
@@ -91,7 +93,7 @@ def named_objects(named: dict[str, Any] | None, keywords: dict[str, Any]) -> dic
     for name, given in keywords.items():
         meant = difflib.get_close_matches(name, OPTIONS, 1, 0.8)
         if meant and not hasattr(given, "state_dict"):
-            raise ConfigError(f"{name}= is no option, did you mean {meant[0]}=?", name=name)
+            raise ConfigError(f"there is no option {name}=, did you mean {meant[0]}=?", name=name)
     return {**(named or {}), **keywords}
 
 
@@ -119,13 +121,13 @@ def read_deltas(deltas: Any, *, place: str, memory: Policy | None, levels: Any, 
     check_installed()
     refusals = {
         "a run in a bucket, where nothing can be appended": "://" in place,
-        "memory=, whose snapshots it takes; Deltas(every=) says how often": memory is not None,
+        "memory=, because deltas= uses its snapshots; Deltas(every=) sets how often": memory is not None,
         "levels=": bool(levels),
         f"{ranks} ranks": ranks > 1,
     }
     for what, is_so in refusals.items():
         if is_so:
-            raise ConfigError(f"deltas= does not go together with {what}", name="deltas")
+            raise ConfigError(f"deltas= cannot be combined with {what}", name="deltas")
     if isinstance(deltas, bool) or not hasattr(deltas, "__dataclass_fields__"):
         raise ConfigError(f"deltas={deltas!r}: give LC(bits=3), or Deltas(...)", name="deltas")
     return Deltas.of(deltas)
@@ -149,7 +151,7 @@ def check_options(**options: Any) -> None:
             )
     grace, notice = options["grace"], options["notice"]
     if grace is not None and not (isinstance(grace, int | float) and 0 < grace < float("inf")):
-        raise ConfigError(f"grace={grace!r}: give seconds, above 0, or None to leave signals alone", name="grace")
+        raise ConfigError(f"grace={grace!r}: give seconds, above 0, or None to ignore signals", name="grace")
     keep, seed = options["keep"], options["seed"]
     if isinstance(keep, bool) or not isinstance(keep, int | Keep):
         raise ConfigError(f"keep={keep!r}: give a number of checkpoints, or Keep(...)", name="keep")
@@ -177,7 +179,7 @@ def check_options(**options: Any) -> None:
 def check_wishes(step: int | None, before: int | None, only: str | set[str] | None, names: list[str]) -> None:
     """What `restore` is asked for: one step or a limit, and objects that there are."""
     if step is not None and before is not None:
-        raise ConfigError("step= and before= are both given: step= names one checkpoint, before= the newest below")
+        raise ConfigError("step= and before= cannot be combined: step= names one checkpoint, before= the newest below")
     given: dict[str, Any] = {"step": step, "before": before}
     for name, value in given.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -201,6 +203,6 @@ def check_files(files: Files | None) -> dict[str, str]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,150}", name) or ".." in name:
             raise ConfigError(f"files={{{name!r}: ...}}: give a plain file name of letters, digits, '.', '_' and '-'")
         if not os.path.isfile(path) or not os.access(path, os.R_OK):
-            raise ConfigError(f"files={{{name!r}: {os.fspath(path)!r}}}: there is no such file to read", path=str(path))
+            raise ConfigError(f"files={{{name!r}: {os.fspath(path)!r}}}: no such file", path=str(path))
         found[name] = os.path.realpath(path)
     return found

@@ -130,11 +130,11 @@ class Outcomes:
 
     def on_rank_lost(self, rank: int) -> None:
         """The line's thread: nobody is to wait for parts that may never come. What is whole is committed anyway."""
-        self.uploads.fail_all(PersistError(f"rank {rank} is gone, and all ranks have to begin again", rank=rank))
+        self.uploads.fail_all(PersistError(f"rank {rank} is gone, so all ranks must restart", rank=rank))
 
     def on_no_agent(self, rank: int) -> None:
         """The line's thread: without the parts of that rank there are no checkpoints."""
-        self.why_lost = f"the agent of rank {rank} died again and again; see the log of that rank"
+        self.why_lost = f"the agent of rank {rank} keeps dying; see the log of that rank"
         self.uploads.fail_all(PersistError(self.why_lost, rank=rank))
 
     def on_agent(self, message: Heard) -> None:
@@ -164,7 +164,7 @@ class Outcomes:
                     self._snapshotter.symbols.on_over()  # the chain went with the agent before
                 self._neighbours.on_new_agent(pid)
             case Lost():
-                self.why_lost = "the agent died again and again; see the log above for its error"
+                self.why_lost = "the agent keeps dying; see its error in the log above"
                 self.watch.note_reason(self.why_lost)
                 self._snapshotter.pool.release_all()
                 self.uploads.fail_all(PersistError(self.why_lost))

@@ -26,7 +26,7 @@ _FIRST_SECONDS: Final = 60.0
 """As long as there was no checkpoint yet, nothing tells how long one takes."""
 _MOST_INTERVAL_SECONDS: Final = 300.0
 _LAST: Final = 5
-_BEING_WRITTEN: Final = "the one before is not durable yet"
+_BEING_WRITTEN: Final = "the previous one is not durable yet"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class Overdue(Event):
 
     def text(self) -> str:
         return (
-            f"no checkpoint for {self.seconds:.0f} s: one is due since step {self.since_step}, training is at step "
-            f"{self.step}; {self.reason}"
+            f"No checkpoint for {self.seconds:.0f} s: one has been due since step {self.since_step}, "
+            f"training is at step {self.step}; {self.reason}"
         )
 
 
@@ -55,7 +55,7 @@ class OnTime(Event):
     seconds: float
 
     def text(self) -> str:
-        return f"there is a checkpoint again (step {self.step}), after {self.seconds:.0f} s without"
+        return f"Checkpoints work again (step {self.step}), after {self.seconds:.0f} s without one"
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,11 @@ class Leave:
 
     def finish(self, order: Order, save: Callable[[float], None], wait: Callable[[float], None]) -> None:
         """An iteration is over: make its checkpoint, unless it is made, and wait for the disk while there is time."""
-        step, is_durable, reason = self._step(), False, "another process of the run died; what is complete is written"
+        step, is_durable, reason = (
+            self._step(),
+            False,
+            "another process of the run died; the agent writes the complete snapshots",
+        )
         if not order.is_for_peer:
             try:
                 save(order.seconds_for_disk)
@@ -232,7 +236,7 @@ class Leave:
             time.sleep(min(order.seconds_left, 0.05))
         if self._is_over:
             return
-        self._say(order, "the grace time is over; what is complete is being written", is_durable=False)
+        self._say(order, "the grace time is over; the agent writes the complete snapshots", is_durable=False)
         self._on_deadline()
         if order.by == "SIGINT":
             # A person is there, maybe in a notebook: an exception, not the end of everything.

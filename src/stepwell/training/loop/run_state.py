@@ -93,8 +93,8 @@ class OwnState:
         problem = self._data.drift(own)
         if problem:
             raise DataError(
-                f"{problem}: some samples would come twice or never. Give the data as it was, or go on with what "
-                "there is: restore(strict=False)"
+                f"{problem}: some samples would be used twice or never. Pass the same data as before, or "
+                "continue with the new data: restore(strict=False)"
             )
 
     def load(self, own: dict[str, Any], derived_seed: int | None = None) -> list[str]:

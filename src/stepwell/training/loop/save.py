@@ -46,7 +46,7 @@ _REMEMBERED: Final = 64
 class _Kind(enum.Enum):
     """Who says that a save is due."""
 
-    COUNTED = "a policy by which every rank counts for itself"
+    COUNTED = "a policy by which every rank counts separately"
     PLANNED = "rank 0"
     ASKED = "the user"
     LAST = "the end of the run"
@@ -257,7 +257,7 @@ class Saving:
 
     def on_late(self, step: int) -> None:
         """A plan was heard of too late."""
-        self._void(step, self._first(_Kind.PLANNED), "it had passed this step when it heard of it", durable=True)
+        self._void(step, self._first(_Kind.PLANNED), "it had passed this step when the message arrived", durable=True)
 
     def on_alone(self, step: int, repeat: int, by: int, missing: int) -> None:
         """Rank 0, any thread: not all ranks call save() after this step."""

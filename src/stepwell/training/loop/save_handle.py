@@ -51,12 +51,12 @@ def _result(future: Future[str], timeout: float | None, waited: float = 0.0) -> 
             if future.done():
                 raise
             waited += seconds
-            why = _why(future, waited) or "; `events.jsonl` tells why it is not durable"
+            why = _why(future, waited) or "; see `events.jsonl` for the reason"
             logger.warning("waiting for a checkpoint for %.0f s%s", waited, why)
     try:
         return future.result(max(0.0, timeout - waited))
     except FutureTimeout:
-        why = _why(future, timeout) or "; `events.jsonl` tells why"
+        why = _why(future, timeout) or "; see `events.jsonl` for the reason"
         raise PersistError(f"a checkpoint is not durable after {timeout:.0f} s{why}") from None
 
 
@@ -118,7 +118,7 @@ class Uploads:
 
     def forget(self, sequence: int) -> None:
         """The agent has let go of it. One that was never committed is a failure."""
-        self.fail(sequence, PersistError("given up: a newer snapshot took its place"))
+        self.fail(sequence, PersistError("dropped: a newer snapshot replaced it"))
         with self._lock:  # a fast agent may be here before the training thread asks for the future: the last few stay
             for number in sorted(self._decided)[:-_REMEMBERED]:
                 self._decided.discard(number)

@@ -47,7 +47,7 @@ class Every:
         whole = [value for value in (self.steps, self.epochs) if value is not None]
         if not given or not all(value > 0 for value in given) or any(value % 1 for value in whole):
             raise ConfigError(
-                f"{self}: give at least one of steps=, seconds=, epochs=, each above 0; Never() saves only when asked"
+                f"{self}: give at least one of steps=, seconds=, epochs=, each above 0; Never() saves on request only"
             )
 
     def is_due(self, moment: Moment) -> bool:

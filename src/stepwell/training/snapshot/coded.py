@@ -191,7 +191,7 @@ class CodedSymbols:
         if names and not all(name in late for name in names):
             reason = f"{next(n for n in names if n not in late)} may change at any time, is small, or has gaps"
         elif names and arena.shape.slots < 2:
-            reason = "there is one slot only, which a base would hold until a record has one"
+            reason = "there is only one slot, and a base would occupy it until a record exists"
         elif names and (len(devices) > 1 or not can_code(next(iter(devices)))):
             reason = f"the parameters are on {', '.join(sorted(map(str, devices)))}"
         elif names:
@@ -260,12 +260,12 @@ class CodedSymbols:
             return "there is no base yet"
         if arrangement.plan is not base.plan or coded.plan is not base.plan:
             self.stop()
-            return "the leaves have changed: a new base is due"
+            return "the leaves have changed, so a new base is due"
         names, late = [slot.leaf.name for slot in coded.part.slots], _at_rest(arrangement)
         if not late.keys() >= set(names):
             self._looked = -1  # the next base looks again: the host may have to code
             self.stop()
-            return "a parameter may change at any time from now on, or has gaps: a new base is due"
+            return "a parameter may now change at any time, or has gaps, so a new base is due"
         kept = [leaf for leaf in flat.leaves if leaf.name in coded.beside]
         count = sum(leaf.name in coded.beside for leaf in flat.leaves[: flat.fixed_count])
         beside = self._arranger.arrange(replace(flat, leaves=kept, fixed_count=count))

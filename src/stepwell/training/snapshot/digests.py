@@ -129,7 +129,7 @@ class Reading:
                 found = {name: digest for name, digest in self._digests.items() if name not in changed}
                 self.on_read(found, self._changed)
         except Exception:  # the other ranks wait until their deadline, or until rank 0 lets all look again
-            logger.exception("what this rank holds could not be read")
+            logger.exception("cannot read the state of this rank")
         finally:
             between.close()
             self._sums, self._guard, self._left = [], Guard(), []  # let go of the user's tensors
@@ -162,7 +162,7 @@ class Reading:
             try:
                 found = content_digest(tensor)
             except Exception:
-                logger.exception("what this rank holds as %s could not be read", name)
+                logger.exception("cannot read the state of this rank as %s", name)
                 found = ""
             with self._lock:
                 if found:

@@ -226,7 +226,7 @@ class Copier:
             try:
                 job()
             except Exception:  # a job tells of its own failures; this thread must live on for the next one
-                logger.exception("a snapshot's bookkeeping failed")
+                logger.exception("an error in the bookkeeping of a snapshot")
 
     def _help(self) -> None:
         with contextlib.suppress(OSError):

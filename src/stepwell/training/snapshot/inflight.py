@@ -226,7 +226,7 @@ class Inflight:
         try:
             settle(self)  # before the gate opens: the next snapshot must know how this one ended
         except Exception as error:
-            logger.exception("what became of the snapshot of step %d could not be noted", self.step)
+            logger.exception("cannot note the outcome of the snapshot of step %d", self.step)
             unsettled = error
         finally:
             if self.void is not None:

@@ -102,7 +102,7 @@ class SlotPool:
             try:
                 arena = make()
             except Exception as error:  # told, and tried again at the next trigger; nobody may wait for ever
-                self.refused = f"no arena for snapshots: {type(error).__name__}: {error}"
+                self.refused = f"cannot allocate memory for snapshots: {type(error).__name__}: {error}"
                 run_events.logger.error("%s", self.refused)
             with self._changed:
                 if arena is not None:
@@ -176,7 +176,7 @@ class SlotPool:
             shape = ArenaShape(generation, slots, size, frozen)
             if shape.nbytes <= limit:
                 full = slots == self._wanted
-                self.reason = "" if full else f"{why} of {limit} bytes has room for {_count(slots)} only"
+                self.reason = "" if full else f"{why} of {limit} bytes has room for only {_count(slots)}"
                 self._slot_bytes = size
                 try:
                     return Arena.allocate(shape)
@@ -184,7 +184,7 @@ class SlotPool:
                     why = f"the kernel refused {shape.nbytes} bytes ({_reason(error)}), and {why}"
         self.is_streaming = True
         self.reason = (
-            f"{why} of {limit} bytes has no room for a snapshot of {need + frozen}: saves are streamed, blocking"
+            f"{why} of {limit} bytes has no room for a snapshot of {need + frozen}: saves stream and block training"
         )
         chunk = max(PAGE, min(BLOCK_BYTES, (limit - HEADER_BYTES) // 2 // PAGE * PAGE))
         try:
@@ -301,7 +301,7 @@ class SlotPool:
         """Give the memory back."""
         if not self.stop(seconds):
             run_events.logger.warning(
-                "memory for snapshots is still being made ready, and stays until this process ends"
+                "memory for snapshots is still being allocated, and stays until this process ends"
             )
             return
         if self.arena is not None:

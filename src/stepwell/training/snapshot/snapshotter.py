@@ -157,7 +157,7 @@ class Snapshotter:
             before.look()
             # One that only stays in memory is taken at every step, so its copy is waited for: the device has work left.
             if not before.copied.is_set() and not block and request.durable and before.is_durable:
-                return "the snapshot before is still being copied"
+                return "the previous snapshot is still being copied"
             before.wait()
         self.gate()
         if block:
@@ -167,7 +167,7 @@ class Snapshotter:
         is_chased = self.pool.is_chased and request.durable
         while self.pool.is_preparing or not self.pool.fits(arrangement.plan):
             if not (block or is_chased):
-                return self.pool.refused or "the arena is being made ready"
+                return self.pool.refused or "buffers are still being allocated"
             if not self.pool.wait_prepared(self.patience):
                 raise PersistError(self.pool.refused)
             arrangement = self.prepare(flat)
@@ -188,7 +188,7 @@ class Snapshotter:
             return self._take_streamed(flat, arrangement, request)
         slot = self._claim(request, block=block)
         if slot is None:
-            return "all slots are still being written: storage does not keep up"
+            return "storage cannot keep up: all buffers are still being written"
         try:
             inflight, announce = self._beginning.start(flat, arrangement, request, slot, record)
         except BaseException:
@@ -236,7 +236,7 @@ class Snapshotter:
                 self._client.send(MakeRoom())
         raise PersistError(
             f"no memory for a snapshot became free within {self.patience:.0f} s: the agent (process {agent}) has not "
-            "written what is in it. `events.jsonl` tells what its storage does; the state is as it was"
+            "written its content. See `events.jsonl` for the state of its storage; the live state is unchanged"
         )
 
     def _take_streamed(self, flat: Flat, arrangement: Arrangement, request: SaveRequest) -> Inflight:
@@ -334,7 +334,7 @@ class Snapshotter:
         try:
             self.drain()
         except PersistError as error:
-            run_events.logger.error("%s; it is given up", error)
+            run_events.logger.error("%s; giving it up", error)
         self.pool.stop(self.patience)
 
     def close(self) -> None:

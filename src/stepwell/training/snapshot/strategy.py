@@ -36,7 +36,7 @@ class Choice:
             return "blocking"
         devices = {*arrangement.fixed.device, *arrangement.rest.device}
         if not devices and self._wanted == "device":
-            self._switch("overlap", step, "snapshot='device' has no effect: nothing of the state is on a device")
+            self._switch("overlap", step, "snapshot='device' has no effect: the state has no tensors on a device")
         if not devices or self._wanted == "overlap":
             return "overlap"
         wanted: Strategy = "overlap"
@@ -49,12 +49,12 @@ class Choice:
                 need = arrangement.device_bytes(device)
                 spare = spare_bytes(device)
                 if need > spare:
-                    reason = f"{need} bytes on {device} do not fit into the {max(0, spare)} that are spare"
+                    reason = f"{need} bytes on {device} do not fit into the {max(0, spare)} spare ones"
                     self._switch("overlap", step, reason)
                     return "overlap"
-            self._switch("device", step, "asked for" if self._wanted == "device" else "waits less at the gate")
+            self._switch("device", step, "asked for" if self._wanted == "device" else "training waits less for it")
         else:
-            self._switch("overlap", step, "waits less at the gate" if self._waits else "nothing is measured yet")
+            self._switch("overlap", step, "training waits less for it" if self._waits else "nothing is measured yet")
         return wanted
 
     def _switch(self, strategy: Strategy, step: int, reason: str) -> None:

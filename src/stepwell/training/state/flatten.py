@@ -237,7 +237,7 @@ def _check_plain(value: torch.Tensor, path: tree.Path) -> None:
     reason = None
     if is_lazy(value):
         raise StateError(
-            f"{tree.show(path)}: a lazy parameter without a shape cannot be stored; run one forward pass first",
+            f"{tree.show(path)}: cannot store a lazy parameter without a shape; run one forward pass first",
             path=tree.show(path),
             found="lazy",
         )
@@ -255,7 +255,7 @@ def _check_plain(value: torch.Tensor, path: tree.Path) -> None:
         reason = f"a tensor of type {value.dtype}"
     if reason is not None:
         raise StateError(
-            f"{tree.show(path)}: {reason} cannot be stored; turn it into a plain dense tensor in state_dict()",
+            f"{tree.show(path)}: cannot store {reason}; turn it into a plain dense tensor in state_dict()",
             path=tree.show(path),
             found=reason,
         )
@@ -266,7 +266,7 @@ def _check_array_type(numpy: Any, value: Any, path: tree.Path) -> None:
     kind = value.dtype
     if kind.hasobject or not kind.itemsize or not _ARRAY_TYPE.fullmatch(kind.str) or numpy.dtype(kind.str) != kind:
         raise StateError(
-            f"{tree.show(path)}: a numpy value of type {kind} cannot be stored; turn it into arrays of plain numbers",
+            f"{tree.show(path)}: cannot store a numpy value of type {kind}; turn it into arrays of plain numbers",
             path=tree.show(path),
             found=str(kind),
         )

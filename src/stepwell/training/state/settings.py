@@ -55,7 +55,7 @@ def differences(before: Any, script: Settings, in_use: Settings) -> list[str]:
     if not isinstance(before, dict):
         return []  # an older checkpoint, which does not know
     return [
-        f"{place} was {before[place]!r}, is {value!r} in the script, and goes on as {in_use[place]!r}"
+        f"{place} was {before[place]!r}, is {value!r} in the script, and stays {in_use[place]!r}"
         for place, value in script.items()
         if place in before and before[place] != value and place in in_use and in_use[place] != value
     ]

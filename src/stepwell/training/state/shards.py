@@ -54,7 +54,7 @@ def part_of(value: Any, label: str) -> ShardPart:
     """Which part of a DTensor is here. Raises StateError for one that is no part of anything, with `label` in it."""
     if any(placement.is_partial() for placement in value.placements):
         raise StateError(
-            f"{label}: a DTensor with a partial placement is a sum that was not made yet; redistribute it first",
+            f"{label}: a DTensor with a partial placement is a sum that is not computed yet; redistribute it first",
             path=label,
             found=str(value.placements),
         )

@@ -85,8 +85,9 @@ def optimizer_in(target: Any) -> torch.optim.Optimizer | None:
         return None  # one of the user's own: `updating()` and `step()` are for it
     kind = type(target).__qualname__
     raise ConfigError(
-        f"the steps of {kind} cannot be seen: it holds {len(found)} optimizers, and its __init__ does not call that of "
-        "torch.optim.Optimizer; let it do so, or track the optimizer that steps the parameters",
+        f"stepwell cannot see the steps of {kind}: it contains {len(found)} optimizers, and its "
+        "__init__ does not call torch.optim.Optimizer's; call it, or track the optimizer that steps "
+        "the parameters",
         found=kind,
     )
 
@@ -119,6 +120,6 @@ def track(objects: dict[str, Any]) -> list[Tracked]:
                 name=name,
             )
         if name == "stepwell":
-            raise ConfigError("the name 'stepwell' is taken for the run's own state; pick another one", name=name)
+            raise ConfigError("the name 'stepwell' is reserved for the run's own state; pick another one", name=name)
         out.append(Tracked(name, unwrapped(target)))
     return out

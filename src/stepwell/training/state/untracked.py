@@ -34,14 +34,15 @@ class UntrackedOptimizer(Event):
 
     def text(self) -> str:
         made_later = (
-            f". {self.instead}= has the same parameters: if this one takes its place, make a new Checkpointer with it, "
-            "or nothing more is saved"
+            f". {self.instead}= has the same parameters: if this one replaces it, create a new "
+            "Checkpointer with it, or nothing more is saved"
             if self.instead is not None
             else ""
         )
         return (
-            f"{self.optimizer} steps parameters of {self.module}= and is not tracked: its state (momentum, counts of "
-            f"steps) is in no checkpoint. Pass it to the Checkpointer, optimizer=...{made_later}"
+            f"{self.optimizer} steps parameters of {self.module}= but is not tracked: its state "
+            "(momentum, step counts) is in no checkpoint. Pass it to the Checkpointer, "
+            f"optimizer=...{made_later}"
         )
 
 

@@ -91,7 +91,7 @@ def _clean(paths: RunPaths) -> Cleaned:
         if item.entry is not None and files.exists(paths.manifest(item.entry.id)):
             continue  # its agent committed it, as its last act, between listing and looking
         if is_in_use(item, life):
-            result.kept.append(f"{item.path.name} was written just now by another process")
+            result.kept.append(f"another process has just written {item.path.name}")
             continue
         try:
             if item.entry is not None:
@@ -145,10 +145,10 @@ def _print(run: str, result: Cleaned) -> None:
     for problem in result.failed:
         print_wrapped(f"could not remove  {problem}", indent="  ")
     if result.kept and not result.removed and not result.failed:
-        print_wrapped(f"{run}: left alone: {'; '.join(result.kept)}", indent="  ")
+        print_wrapped(f"{run}: skipped: {'; '.join(result.kept)}", indent="  ")
         return
     for reason in result.kept:
-        print_wrapped(f"left alone: {reason}", indent="  ")
+        print_wrapped(f"skipped: {reason}", indent="  ")
     if result.removed:
         say(f"{run}: {wording.count(len(result.removed), 'leftover')} removed, {wording.size(result.nbytes)}")
     elif not result.failed:

@@ -42,7 +42,7 @@ def _print(left: Located, right: Located, found: Comparison) -> None:
     ranks = left.manifest.world_size, right.manifest.world_size
     if ranks[0] != ranks[1]:
         print_wrapped(
-            f"a was written by {ranks[0]} ranks, b by {ranks[1]}: of what is a rank's own, rank 0's is compared"
+            f"{ranks[0]} ranks wrote a, {ranks[1]} wrote b; of the state of single ranks, only rank 0's is compared"
         )
     if not found.changes:
         say(f"no difference: {same}")

@@ -26,7 +26,7 @@ def _parse_size(context: click.Context, option: click.Parameter, text: str | Non
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?B?)", text)
     number = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match is not None else 0
     if not number:
-        raise click.BadParameter(f"{text!r} is no size; give one like 5GB or 500MB")
+        raise click.BadParameter(f"{text!r} is not a size; give one like 5GB or 500MB")
     return number
 
 
@@ -34,19 +34,21 @@ def _parse_size(context: click.Context, option: click.Parameter, text: str | Non
 @click.argument("run")
 @click.argument("out", type=click.Path(path_type=Path))
 @step_option
-@click.option("--only", metavar="NAME", help="Only this tracked object, such as model; names without that prefix.")
+@click.option("--only", metavar="NAME", help="Export only this tracked object, such as model; names lose that prefix.")
 @click.option(
     "--format",
     "form",
     type=click.Choice(["safetensors", "torch", "hf", "dcp"]),
     default="safetensors",
     show_default=True,
-    help="torch: also plain values, for torch.load(weights_only=True); needs torch, and memory for the state. "
-    "hf: a folder of safetensors files with an index, of one module (--only, or model). "
-    "dcp: a folder for torch.distributed.checkpoint.load; needs torch.",
+    help="torch: includes plain values, for torch.load(weights_only=True); needs torch, and memory "
+    "for the state. hf: a folder of safetensors files with an index, for one module (--only, or "
+    "model). dcp: a folder for torch.distributed.checkpoint.load; needs torch.",
 )
-@click.option("--shard-size", callback=_parse_size, metavar="SIZE", help="With hf: bytes in a file, as 5GB (default).")
-@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+@click.option(
+    "--shard-size", callback=_parse_size, metavar="SIZE", help="With hf: bytes per file, such as 5GB (default)."
+)
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @json_option
 def export(
     run: str,
@@ -90,7 +92,7 @@ def export(
 
 def _writer(form: str, shard_bytes: int | None) -> Callable[..., Written]:
     if shard_bytes is not None and form != "hf":
-        raise ConfigError(f"--shard-size is for --format hf; {form} is written in one file")
+        raise ConfigError(f"--shard-size needs --format hf; {form} writes one file")
     if form == "hf":
         from stepwell.tools.interchange.hf_folder import write_hf
 

@@ -46,7 +46,7 @@ def ls(run: str, as_json: bool) -> None:
     for reach in reaches:
         print_wrapped(reach.text(), indent="  ")
     for start in lossy_starts(paths):
-        print_wrapped(f"lineage {start.number} went on from a lossy step {start.step}: {start.lossy}", indent="  ")
+        print_wrapped(f"lineage {start.number} continued from a lossy step {start.step}: {start.lossy}", indent="  ")
     if life.is_alive:
         print_wrapped(f"in use: {life.why}")
 

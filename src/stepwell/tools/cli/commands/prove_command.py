@@ -36,16 +36,18 @@ _COLUMNS = [
 
 
 @click.command()
-@click.option("--kills", type=click.IntRange(min=1), default=5, show_default=True, help="How many times to kill it.")
-@click.option("--seed", type=click.IntRange(min=0), help="Choose the same kills again.  [default: drawn]")
+@click.option("--kills", type=click.IntRange(min=1), default=5, show_default=True, help="Number of kills.")
+@click.option("--seed", type=click.IntRange(min=0), help="Repeat the kills of an earlier trial.  [default: random]")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     default=Path("stepwell-prove"),
     show_default=True,
-    help="Where both runs, their output and the picture go; an earlier trial there is replaced.",
+    help="Directory for both runs, their output and the picture; replaces an earlier trial there.",
 )
-@click.option("--ignore-log", "ignore", multiple=True, metavar="NAME", help="A logged value not to compare (a time).")
+@click.option(
+    "--ignore-log", "ignore", multiple=True, metavar="NAME", help="Ignore this logged value (such as a time)."
+)
 @json_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def prove(
@@ -69,7 +71,7 @@ def prove(
         drawn = secrets.randbits(31) if seed is None else seed
         proof = Trial(command, out, kills, drawn, ignore, screen).run()
     document = as_document(proof)
-    missing = why_no_picture() if proof.kills else "there is nothing to draw"
+    missing = why_no_picture() if proof.kills else "there is nothing to plot"
     if missing is None:
         write_timeline(out / "killed" / "events.jsonl", out / "timeline.png", kills=proof.kills)
         document["timeline"] = str(out / "timeline.png")
@@ -166,7 +168,7 @@ def _headline(proof: Proof) -> str:
         after = f"after kill {proof.failure.after}" if proof.failure.after else "without a kill"
         return f"the script ended with exit status {proof.failure.status} {after}; its last lines:"
     if proof.verdict == "inconclusive":
-        return "this trial shows nothing yet"
+        return "this trial proves nothing yet"
     if proof.verdict == "identical":
         states, logs = proof.states, proof.logs
         assert states is not None and logs is not None
@@ -179,34 +181,35 @@ def _headline(proof: Proof) -> str:
         )
     if proof.verdict == "unguarded" and (void := proof.unguarded) is not None:
         return (
-            f"{void.leaf} changed while the snapshot of step {void.step} was copied, and only verify_snapshots saw it, "
-            "which prove turns on; without it a restart from there would be silently wrong"
+            f"{void.leaf} changed while the snapshot of step {void.step} was copied. Only "
+            "verify_snapshots, which prove turns on, detected it; without it a restart from there would "
+            "be silently wrong"
         )
     if proof.differences:
         first = proof.differences[0]
         return f"{first.path} {first.text}"
-    return "the final states are equal, the logged values are not"
+    return "the final states are equal, but the logged values differ"
 
 
 def _details(proof: Proof, out: Path) -> list[str]:
     lines = []
     if proof.failure is not None:
         lines += [f"  | {line}" for line in proof.failure.lines]
-        lines.append(f"all of its output: {out / proof.failure.run}.log")
+        lines.append(f"the full output is in {out / proof.failure.run}.log")
     if len(proof.differences) > 1:
         leaves = sum(item.is_tensor for item in proof.differences)
         others = len(proof.differences) - leaves
-        lines.append(f"in all {count(leaves, 'tensor')} and {count(others, 'plain value')} differ, plain values first:")
+        lines.append(f"{count(leaves, 'tensor')} and {count(others, 'plain value')} differ, plain values first:")
         lines += [f"  {line}" for line in grouped(proof.differences)]
     if proof.logs is not None and (first := proof.logs.first) is not None:
         lines.append(
-            f"the first logged value that differs: {first.name} of step {first.step}, "
+            f"the first logged value that differs: {first.name} at step {first.step}, "
             f"{first.uninterrupted} uninterrupted, {first.killed} killed"
         )
     if proof.place is not None:
-        lines.append(f"the runs part {proof.place}")
+        lines.append(f"the runs diverge {proof.place}")
     if proof.causes:
-        lines += ["usual causes, the likelier ones first:", *(f"  {cause}" for cause in proof.causes)]
+        lines += ["usual causes, most likely first:", *(f"  {cause}" for cause in proof.causes)]
     if proof.verdict == "inconclusive" and proof.failure is None:
         lines += [f"  {doubt}" for doubt in proof.doubts]
     return lines

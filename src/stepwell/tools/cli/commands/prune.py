@@ -27,16 +27,16 @@ from stepwell.types import Keep
 
 @click.command()
 @click.argument("run")
-@click.option("--keep", "--last", type=int, metavar="N", help="Keep the newest N good ones (2 at least).")
+@click.option("--keep", "--last", type=int, metavar="N", help="Keep the newest N good checkpoints (at least 2).")
 @click.option(
     "--every",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Also keep those whose step is a multiple of N; 0: no such.",
+    help="Also keep steps that are a multiple of N; 0: none.",
 )
-@click.option("--epochs/--no-epochs", default=None, help="Also keep those of the ends of epochs.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
-@click.option("--force", is_flag=True, help="Even while a process works on the run.")
+@click.option("--epochs/--no-epochs", default=None, help="Also keep end-of-epoch checkpoints.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed.")
+@click.option("--force", is_flag=True, help="Remove even while a process uses the run.")
 @json_option
 def prune(
     run: str, keep: int | None, every: int | None, epochs: bool | None, dry_run: bool, force: bool, as_json: bool
@@ -52,7 +52,9 @@ def prune(
     wanted = _choose(paths, keep, every, epochs)
     life = look_for_life(paths)
     if life.is_alive and not force and not dry_run:
-        raise ConfigError(f"{run} is in use: {life.why}. Stop it first, or say --force; --dry-run only looks")
+        raise ConfigError(
+            f"{run} is in use: {life.why}. Stop it first, or use --force; --dry-run only shows what would be removed"
+        )
     with held(paths):
         going = surplus(survey(paths), wanted.keep)
         removed, failed = ([], {}) if dry_run else _remove(paths, going)
@@ -76,7 +78,7 @@ class _Wanted:
         """A sentence for the person who is about to remove something."""
         if self.recorded is None:
             said = "" if self.keep != Keep() else ", the default"
-            return f"keeps {_name(self.keep)}{said}: this run has not noted what it was told to keep (older version)"
+            return f"keeps {_name(self.keep)}{said}: this run did not record its keep= (older version)"
         if self.keep == self.recorded:
             return f"keeps {_name(self.keep)}, as the run does"
         return f"keeps {_name(self.keep)}; the run itself keeps {_name(self.recorded)}"

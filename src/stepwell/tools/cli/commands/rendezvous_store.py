@@ -13,8 +13,10 @@ from stepwell.tools.cli.output import json_option, print_json, say
 
 @click.command()
 @click.option("--bind", default="0.0.0.0", show_default=True, metavar="ADDRESS", help="Listen on this address only.")
-@click.option("--port", type=click.IntRange(0, 65535), default=29400, show_default=True, help="0: any that is free.")
-@click.option("--port-file", type=click.Path(path_type=Path), help="Write the port to this file once it serves.")
+@click.option("--port", type=click.IntRange(0, 65535), default=29400, show_default=True, help="0: any free port.")
+@click.option(
+    "--port-file", type=click.Path(path_type=Path), help="Write the port to this file once the store is running."
+)
 @json_option
 def store(bind: str, port: int, port_file: Path | None, as_json: bool) -> None:
     """Serve the store through which the nodes of a job find each other (torchrun --rdzv-backend=stepwell).
@@ -25,7 +27,7 @@ def store(bind: str, port: int, port_file: Path | None, as_json: bool) -> None:
     try:
         from stepwell.launch.store_server import serve
     except ImportError as error:
-        raise ConfigError(f"the store is torch's: install torch here ({error})") from error
+        raise ConfigError(f"the store needs torch: install torch here ({error})") from error
 
     def tell(own_port: int) -> None:
         host = socket.getfqdn() if bind in ("0.0.0.0", "::") else bind
@@ -33,6 +35,6 @@ def store(bind: str, port: int, port_file: Path | None, as_json: bool) -> None:
             print_json({"host": host, "port": own_port})
         else:
             say(f"serving at {host}:{own_port}")
-        say("no authentication, no encryption: only the cluster's network may reach this port", is_aside=True)
+        say("no authentication, no encryption: allow access from the cluster's network only", is_aside=True)
 
     serve(bind, port, port_file, tell)

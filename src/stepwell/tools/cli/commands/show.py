@@ -25,7 +25,7 @@ _INLINE = 60
 @click.command()
 @click.argument("run")
 @step_option
-@click.option("--policy", is_flag=True, help="Show instead how often the run checkpoints, and why.")
+@click.option("--policy", is_flag=True, help="Show how often the run saves, and why.")
 @json_option
 def show(run: str, step: int | None, policy: bool, as_json: bool) -> None:
     """Show what a checkpoint holds: every tensor with its shape, plain values in short, and your own files.
@@ -102,7 +102,7 @@ def _rows(root: OutlineNode, leaves: dict[str, LeafEntry]) -> Iterator[list[str]
 def _tensor(node: OutlineNode, leaves: dict[str, LeafEntry], shown: dict[str, str], path: str) -> list[str]:
     leaf = _leaf(node, leaves)
     if leaf.name in shown:
-        return [f"the same as {shown[leaf.name]}", "", ""]
+        return [f"same as {shown[leaf.name]}", "", ""]
     shown[leaf.name] = path
     kind = "numpy " if node.kind == "array" else ""
     role = f"{leaf.role}, of each rank" if leaf.private else leaf.role

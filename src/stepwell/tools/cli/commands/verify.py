@@ -125,7 +125,7 @@ def _check(
 
 
 def _no_source(file: FileEntry) -> BlockSource:
-    raise AssertionError(f"{file.name}: the records alone are looked at")
+    raise AssertionError(f"{file.name}: checks the records only")
 
 
 def _check_file(
@@ -144,7 +144,7 @@ def _check_file(
     if key in known:
         add(file.nbytes)
         problem = known[key]
-        return None if problem is None else f"{path}: the same file as in a newer checkpoint, damaged there too"
+        return None if problem is None else f"{path}: shared with a newer checkpoint, and damaged there too"
     known[key] = _read_all(path, file, add)
     return known[key]
 
@@ -178,12 +178,12 @@ def _print(verdicts: list[FileVerdict], of_run: list[str], damaged: list[FileVer
     if damaged:
         whole = len(verdicts) - len(damaged)
         print_wrapped(
-            f"{wording.count(len(damaged), 'checkpoint')} damaged, {whole} whole. A restart passes over damaged ones; "
-            "`stepwell prune` removes them once enough good ones are there."
+            f"{wording.count(len(damaged), 'checkpoint')} damaged, {whole} intact. A restart skips "
+            "damaged ones; `stepwell prune` removes them once enough good ones exist."
         )
     elif not of_run:
         total = wording.size(sum(verdict.nbytes for verdict in verdicts))
-        say(f"{wording.count(len(verdicts), 'checkpoint')} whole, {total}")
+        say(f"{wording.count(len(verdicts), 'checkpoint')} intact, {total}")
 
 
 def _document(paths: RunPaths, verdicts: list[FileVerdict], of_run: list[str]) -> dict[str, Any]:

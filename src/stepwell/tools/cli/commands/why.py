@@ -21,7 +21,7 @@ from stepwell.tools.cli.survey import survey
 from stepwell.types import CheckpointId
 
 _WRITING: Final = "it is being written, or writing it fails"
-_ENDED: Final = "its process ended before the manifest was written"
+_ENDED: Final = "its process ended before it wrote the manifest"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def why(run: str, before: int | None, step: int | None, as_json: bool) -> None:
         print_wrapped(f"{mark} {choice.entry.id}  {choice.reason}", indent="     ")
     for reach in ahead:
         when = (
-            "restore(prefer='newest') takes it; with deltas= a restart does, if more work would be lost than is worth"
+            "restore(prefer='newest') uses it; with deltas=, a restart uses it if more work would be "
+            "lost than `worth` allows"
         )
         print_wrapped(f"   {reach.text()}; {when}", indent="     ")
     if life.is_alive:
@@ -136,7 +137,7 @@ def explained(paths: RunPaths, life: Life, choices: Sequence[Ranked]) -> list[Ra
 
     def explain(id: CheckpointId) -> str:
         failure = failures.get((id.lineage, id.step))
-        known = None if failure is None else f"writing it failed: {failure}"
+        known = None if failure is None else f"writing failed: {failure}"
         if life.is_alive and id.lineage == newest:
             return f"not committed: {known or _WRITING}; {life.why}"
         return f"never committed: {known or _ENDED}"
@@ -207,16 +208,16 @@ def newest_in_memory(paths: RunPaths, life: Life, is_wanted: Callable[[Checkpoin
 def _memory_sentence(memory: InMemory, life: Life) -> str:
     holder = f"agent {memory.agent_pid} on this machine holds step {memory.step} in memory"
     if life.trainer_pid is not None:
-        return f"{holder}; if its trainer, process {life.trainer_pid}, died now, a restart here would use that"
-    return f"{holder}; a restart here, before the agent gives up waiting, uses that rather than the disk"
+        return f"{holder}; if its trainer, process {life.trainer_pid}, died now, a restart here would use it"
+    return f"{holder}; a restart here uses it instead of the disk, until the agent stops waiting"
 
 
 def _nothing(run: str, choices: Sequence[Ranked]) -> str:
     if not any(choice.entry.is_committed for choice in choices):
         return f"nothing to restore: a restart in {run} starts fresh"
     return (
-        "no checkpoint can be used: restore() would raise an error. restore(step=...) takes an abandoned one; "
-        "another directory starts anew"
+        "no checkpoint can be used: restore() would raise an error. restore(step=...) takes an "
+        "abandoned one; use another directory to start over"
     )
 
 

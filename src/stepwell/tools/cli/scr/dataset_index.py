@@ -29,12 +29,12 @@ _COLUMNS = (
 @click.command()
 @click.argument("prefix", default=".")
 @click.option("-p", "--prefix", "place", metavar="DIR", help="The same as PREFIX.")
-@click.option("-l", "--list", "only_list", is_flag=True, help="List them, which is what happens in any case.")
+@click.option("-l", "--list", "only_list", is_flag=True, help="List them (always done).")
 @click.option("-c", "--current", metavar="NAME", help="Let the next restart use this one, or older ones if it fails.")
-@click.option("-a", "--add", metavar="NAME", help="Offer it again: take back --drop, or that a program refused it.")
-@click.option("--drop", metavar="NAME", help="Do not offer it any more; its files stay.")
-@click.option("--drop-after", metavar="NAME", help="Do not offer what is newer than this one; the files stay.")
-@click.option("--delete", metavar="NAME", help="Remove it, and the program's names of its files.")
+@click.option("-a", "--add", metavar="NAME", help="Offer it again after --drop, or after a program refused it.")
+@click.option("--drop", metavar="NAME", help="Stop offering it; its files stay.")
+@click.option("--drop-after", metavar="NAME", help="Stop offering newer ones; their files stay.")
+@click.option("--delete", metavar="NAME", help="Remove it, and the program's names for its files.")
 @json_option
 def index(
     prefix: str,
@@ -72,7 +72,7 @@ def index(
 def _find(place: Prefix, name: str) -> ListedDataset:
     found = place.find(name)
     if found is None:
-        raise ConfigError(f"{name}: no dataset of this name in {place.root}; `stepwell index` lists them")
+        raise ConfigError(f"{name}: no such dataset in {place.root}; `stepwell index` lists them")
     return found
 
 
@@ -98,7 +98,7 @@ def _state(item: ListedDataset, known: Index) -> str:
         return f"failed: {known.failed[directory]}"
     if item.name == known.current:
         return "current, chosen" if known.is_pinned else "current"
-    return "" if item.is_live else "another history went on"
+    return "" if item.is_live else "the run continued from another dataset"
 
 
 def _row(item: ListedDataset, known: Index) -> list[str]:

@@ -25,18 +25,20 @@ _UNSET: Final = {
 
 @click.command()
 @click.argument("prefix", default=".")
-@click.option("-i", "--immediate", is_flag=True, help="At the next should_exit() or need_checkpoint().")
-@click.option("-c", "--checkpoints", type=click.IntRange(min=0), metavar="N", help="After N more checkpoints.")
-@click.option("-b", "--before", metavar="TIME", help="So that it ends before; seconds since 1970 or 2026-11-16T08:00.")
-@click.option("-a", "--after", metavar="TIME", help="At the first occasion after.")
-@click.option("-s", "--seconds", type=click.FloatRange(min=0), metavar="S", help="Stop S seconds before that.")
-@click.option("-l", "--list", "only_list", is_flag=True, help="Show what it was told, which happens in any case.")
-@click.option("--unset-checkpoints", is_flag=True, help="Take this one back.")
-@click.option("--unset-before", is_flag=True, help="Take this one back.")
-@click.option("--unset-after", is_flag=True, help="Take this one back.")
-@click.option("--unset-seconds", is_flag=True, help="Take this one back.")
-@click.option("--unset-reason", is_flag=True, help="Take --immediate back, and whatever else stopped the job.")
-@click.option("-r", "--remove", is_flag=True, help="Take everything back.")
+@click.option("-i", "--immediate", is_flag=True, help="Stop at the next should_exit() or need_checkpoint().")
+@click.option("-c", "--checkpoints", type=click.IntRange(min=0), metavar="N", help="Stop after N more checkpoints.")
+@click.option("-b", "--before", metavar="TIME", help="Stop before this time: seconds since 1970, or 2026-11-16T08:00.")
+@click.option("-a", "--after", metavar="TIME", help="Stop at the first occasion after this time.")
+@click.option(
+    "-s", "--seconds", type=click.FloatRange(min=0), metavar="S", help="Stop S seconds before the time limit."
+)
+@click.option("-l", "--list", "only_list", is_flag=True, help="Show the current settings (always done).")
+@click.option("--unset-checkpoints", is_flag=True, help="Remove this setting.")
+@click.option("--unset-before", is_flag=True, help="Remove this setting.")
+@click.option("--unset-after", is_flag=True, help="Remove this setting.")
+@click.option("--unset-seconds", is_flag=True, help="Remove this setting.")
+@click.option("--unset-reason", is_flag=True, help="Remove --immediate, and whatever else stopped the job.")
+@click.option("-r", "--remove", is_flag=True, help="Remove all settings.")
 @json_option
 def halt(
     prefix: str,
@@ -74,7 +76,7 @@ def halt(
         print_json({"prefix": str(place.root), **told})
         return
     facts = [f"{key}: {value}" for key, value in told.items() if value not in ("", None, 0.0)]
-    for fact in facts or ["nothing: the job goes on"]:
+    for fact in facts or ["nothing: the job continues"]:
         say(fact)
 
 
@@ -86,4 +88,4 @@ def _time(text: str) -> float:
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
     except ValueError:
-        raise ConfigError(f"{text}: give seconds since 1970, or a time as 2026-11-16T08:00") from None
+        raise ConfigError(f"{text}: give seconds since 1970, or a time such as 2026-11-16T08:00") from None

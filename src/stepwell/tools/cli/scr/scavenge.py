@@ -19,8 +19,8 @@ from stepwell.tools.cli.output import json_option, print_json, print_wrapped, sa
 @click.command()
 @click.argument("prefix")
 @click.argument("caches", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--all", "take_all", is_flag=True, help="All checkpoints that are whole, not only the newest.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be carried.")
+@click.option("--all", "take_all", is_flag=True, help="Save all complete checkpoints, not only the newest.")
+@click.option("--dry-run", is_flag=True, help="Show what would be copied.")
 @json_option
 def scavenge(prefix: str, caches: tuple[Path, ...], take_all: bool, dry_run: bool, as_json: bool) -> None:
     """Carry what is only in CACHES to PREFIX, after the last run. CACHES: of each node what was SCR_CACHE_BASE.
@@ -36,7 +36,7 @@ def scavenge(prefix: str, caches: tuple[Path, ...], take_all: bool, dry_run: boo
 @click.command()
 @click.argument("prefix")
 @click.argument("caches", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--dry-run", is_flag=True, help="Only say what would be carried.")
+@click.option("--dry-run", is_flag=True, help="Show what would be copied.")
 @json_option
 def flush(prefix: str, caches: tuple[Path, ...], dry_run: bool, as_json: bool) -> None:
     """End flushes to PREFIX that were broken off: those that lack only their end, and those whose parts are in CACHES.
@@ -50,7 +50,7 @@ def flush(prefix: str, caches: tuple[Path, ...], dry_run: bool, as_json: bool) -
             if conclude(place, id) is not None:
                 ended.append(id.directory)
         except StepwellError as error:
-            print_wrapped(f"could not end  {id.directory}: {error}", indent="  ")
+            print_wrapped(f"could not complete  {id.directory}: {error}", indent="  ")
     folders = find_caches(place, caches)
     found = survey(place, folders)
     wanted = sorted((item for item in found if item.is_wanted and item.is_whole), key=lambda item: item.id)
@@ -86,17 +86,17 @@ def _print(
     found: list[Cached], carried: list[tuple[Cached, int]], failed: dict[str, str], ended: list[str], dry_run: bool
 ) -> None:
     for directory in ended:
-        say(f"ended  {directory}")
+        say(f"completed  {directory}")
     for item, nbytes in carried:
         size = "" if dry_run else f"  {wording.size(nbytes)}"
-        say(f"{'would carry' if dry_run else 'carried'}  {item.description.name}{size}")
+        say(f"{'would copy' if dry_run else 'copied'}  {item.description.name}{size}")
     for directory, reason in failed.items():
-        print_wrapped(f"could not carry  {directory}: {reason}", indent="  ")
+        print_wrapped(f"could not copy  {directory}: {reason}", indent="  ")
     for item in found:
         if not item.is_whole and not item.is_in_prefix:
-            say(f"not whole  {item.description.name}: parts are missing in these caches")
+            say(f"incomplete  {item.description.name}: parts are missing in these caches")
     if not carried and not failed and not ended:
-        say("nothing to carry")
+        say("nothing to copy")
 
 
 def _document(

@@ -148,4 +148,4 @@ def test_a_mark_that_cannot_be_read_is_refused(run_dir: Path, tmp_path: Path) ->
 def test_why_tells_of_it(run_dir: Path, tmp_path: Path) -> None:
     step = train_on_nodes(run_dir, tmp_path / "cache")
     text = " ".join(good("why", run_dir).out.split())
-    assert f"step {step} or a newer one is whole in the caches" in text and "starts fresh" not in text
+    assert f"step {step} or a newer one is complete in the caches" in text and "starts fresh" not in text

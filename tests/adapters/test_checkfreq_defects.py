@@ -229,7 +229,7 @@ def test_defect_12_without_keep_epoch_chk_they_go(run_dir: Path) -> None:
     small.manager.close()
     assert small.steps_on_disk() == [18, 24]
     unknown = Small(run_dir, mode=MANUAL)
-    with pytest.raises(stepwell.RestoreError, match="end of epoch 9; known are: 1, 2, 3, 4"):
+    with pytest.raises(stepwell.RestoreError, match="end of epoch 9; there are: 1, 2, 3, 4"):
         unknown.manager.restore(latest=False, epoch=9)
 
 

@@ -607,7 +607,7 @@ def test_what_has_no_effect_is_named(place: Path, caplog: pytest.LogCaptureFixtu
     scr.config(f"SCR_CONF_FILE={place}/gone.conf")
     scr.init()
     assert "SCR_JOB_ID has no effect: a cache belongs to the run in the prefix" in caplog.text
-    assert f"SCR_CONF_FILE has no effect: {place}/gone.conf is no file" in caplog.text
+    assert f"SCR_CONF_FILE has no effect: {place}/gone.conf is not a file" in caplog.text
 
 
 def test_a_bucket_or_a_variable_that_is_not_set_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

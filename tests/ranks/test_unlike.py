@@ -81,7 +81,7 @@ def test_policies_that_differ_are_named_and_rank_0_s_holds(other: str, never: bo
     assert job.committed_steps() == ([30] if never else [*range(4, 30, 4), 30])
     (said,) = job.events("policies-differ")
     assert said["of_rank"] == 1 and other.rstrip(")") in said["other"]
-    assert f"rank 1 was given policy={other.rstrip(')')}" in launch.ranks[0].log()
+    assert f"Rank 1 has policy={other.rstrip(')')}" in launch.ranks[0].log()
     job.check_nothing_left()
 
 

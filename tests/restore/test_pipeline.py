@@ -242,7 +242,7 @@ def test_where_memory_is_scarce_one_room_is_enough(
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             super().__init__(nbytes, huge=huge)
 
-    monkeypatch.setattr(byte_sources, "ReadBuffer", Scarce)
+    monkeypatch.setattr(verified_read, "ReadBuffer", Scarce)
     found = bytearray(len(content))
 
     def deliver(leaf: LeafEntry, offset: int, data: memoryview) -> None:
@@ -263,7 +263,7 @@ def test_memory_is_bounded_whatever_the_record_says_of_block_sizes(tmp_path: Pat
     file = FileEntry("x", "opaque", 3 * (64 << 20), 64 << 20, stored(content).blocks * 3)
     with (
         Opened("memory", content, 8, tmp_path) as source,
-        mock.patch.object(byte_sources, "ReadBuffer", wraps=byte_sources.ReadBuffer) as made,
+        mock.patch.object(verified_read, "ReadBuffer", wraps=byte_sources.ReadBuffer) as made,
         pytest.raises(DamagedError, match=f"ends at {BLOCK}"),
     ):
         read_file(source, file, [], lambda *_: None, check_all=True)

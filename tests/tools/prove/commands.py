@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-SCRIPT = ROOT / "tests" / "prove" / "scripts" / "train.py"
+SCRIPT = ROOT / "tests" / "tools" / "prove" / "scripts" / "train.py"
 DEMO = ROOT / "examples" / "digits.py"
 
 

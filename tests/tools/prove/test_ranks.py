@@ -14,7 +14,7 @@ from stepwell.tools.prove.rank_facts import count_ranks, find_agents, find_proce
 from tests.ranks.conftest import soak
 from tests.tools.prove.commands import ROOT, Outcome, processes_in, prove
 
-SCRIPT = ROOT / "tests" / "prove" / "scripts" / "ranks.py"
+SCRIPT = ROOT / "tests" / "tools" / "prove" / "scripts" / "ranks.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 

@@ -1,7 +1,7 @@
-"""The outcome of each snapshot: the futures behind save handles.
+"""What became of each snapshot: the futures behind save handles.
 
-Owns:    one future per snapshot, from its start until the agent releases it.
-Holds:   each is decided once. No lock is held while a future completes or a callback runs.
+Owns:    one future per snapshot from its start until the agent let go of it.
+Holds:   each is decided once. No lock is held while a future is completed, or while somebody is told.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _WARN_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class SaveHandle:
-    """One save. `staging_completion`: you may change the state; `upload_completion`: the checkpoint is committed."""
+    """One save. `staging_completion`: the state may be changed; `upload_completion`: the checkpoint is committed."""
 
     step: int
     staging_completion: Future[None]
     upload_completion: Future[str]
 
     def wait(self, timeout: float | None = None) -> str:
-        """Block until the checkpoint is committed and return its directory. Raises the error of a failed save."""
+        """Block until it is committed; returns the checkpoint's directory. Raises what went wrong."""
         return _result(self.upload_completion, timeout)
 
 
 def has_failed(handle: SaveHandle, seconds: float) -> bool:
-    """Whether the save fails within this time. Blocks until its outcome is known."""
+    """Whether it turns out within this time that it will not be committed. Blocks until that is decided."""
     try:
         return handle.upload_completion.exception(seconds) is not None
     except FutureTimeout:
-        return False  # storage is slow: a waiting caller logs that
+        return False  # storage is slow: whoever waits for it says so
 
 
 def _result(future: Future[str], timeout: float | None, waited: float = 0.0) -> str:
@@ -68,8 +68,8 @@ def _why(future: Future[str], waited: float) -> str:
 class Uploads:
     """Snapshots on their way to the disk. Used from the training, copier and listening threads.
 
-    on_decided:   called with the sequence of each snapshot, and whether it is committed
-    before_wait:  called before a wait
+    on_decided:   told the sequence of each, and whether it is committed
+    before_wait:  called by whoever waits for one
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Uploads:
         self._over: PersistError | None = None
 
     def open(self, sequence: int) -> Completion[str]:
-        """The future of a snapshot; always the same one."""
+        """The future of a snapshot; the same one however often it is asked for."""
         future = self._open(sequence)
         if self._over is not None:
             self.fail(sequence, self._over)

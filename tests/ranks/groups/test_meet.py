@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from stepwell.ranks.line.line_meeting import LineAddress
+from tests.crash.harness import wait_for
 from tests.ranks.groups.circle import Circle
 from tests.ranks.groups.ends import CONNECTED, LISTENS, SECONDS, Caller, End, dial, frame, is_hung_up
 
@@ -62,6 +63,7 @@ def test_a_second_connection_of_a_rank_replaces_nothing(stack: ExitStack) -> Non
     told = list(pool.map(lambda group: group.all_gather(None, LISTENS, 5), others))
     place = LineAddress.from_plain(told[0][0])
     first = stack.enter_context(dial(place, 1))
+    wait_for(lambda: 1 in leader.line._hub.wires, "the first one is in")  # or the second one may be heard before it
     assert is_hung_up(stack.enter_context(dial(place, 1)))
     second = stack.enter_context(dial(place, 2))
     list(pool.map(lambda group: group.all_gather({}, CONNECTED, 5), others))

@@ -220,9 +220,9 @@ def test_load_into_takes_our_reader_too(run: tuple[Path, Any]) -> None:
 
 
 def test_nothing_there(run: tuple[Path, Any], tmp_path: Path) -> None:
-    with pytest.raises(stepwell.RestoreError, match="no checkpoint of step 7"):
+    with pytest.raises(stepwell.RestoreError, match="no readable checkpoint of step 7"):
         load_into(StepwellReader(run[0], step=7), model=make(2)[0])
-    with pytest.raises(stepwell.RestoreError, match="holds no checkpoint"):
+    with pytest.raises(stepwell.RestoreError, match="has no readable checkpoint"):
         load_into(StepwellReader(tmp_path / "nowhere"), model=make(2)[0])
     assert StepwellReader.validate_checkpoint_id(run[0])
     assert not StepwellReader.validate_checkpoint_id(tmp_path)

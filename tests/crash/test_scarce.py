@@ -65,7 +65,7 @@ def test_a_full_file_system(kind: str, mounted: Mount, make_run: MakeRun, refere
     wait_for(lambda: run.newest_step() >= 6, "two good checkpoints")
     ballast = namespace.seen(disk) / "ballast"
     fill(ballast)
-    wait_for(lambda: "persist failed" in trainer.log(), "the agent says that the disk is full")
+    wait_for(lambda: "Cannot write step" in trainer.log(), "the agent says that the disk is full")
     assert f"[Errno {errno.ENOSPC}]" in trainer.log()
     stuck = run.check_newest()
     good = run.good()

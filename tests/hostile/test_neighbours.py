@@ -343,7 +343,7 @@ def test_he_floods_an_agent_that_holds_memory(run_dir: Path) -> None:
         assert count > 0
         assert look_for_life(RunPaths(run_dir)).agent_pids == (agent,)
         found = find_orphan(here(run_dir), 0)
-        assert found is not None and found[1]["agent"] == agent
+        assert found is not None and found[1].agent == agent
     puppet = Puppet(run_dir)
     puppet.client.adopt(*found)
     puppet.start(parent=1, step=1)

@@ -124,7 +124,7 @@ def test_giving_up_says_which_slots() -> None:
     assert table.over is not None and table.over.code == exit_status.OUT_OF_SPARES
     assert "slots 0, 2 lost" in table.over.reason
     table = give_up(enter(SlotTable((None, None), 2), member("a")), 5)
-    assert table.over is not None and "1 of 2 nodes came" in table.over.reason
+    assert table.over is not None and "only 1 of 2 nodes joined" in table.over.reason
     assert give_up(formed(), 5).over is None
 
 

@@ -21,6 +21,7 @@ from stepwell.agent.target.node_target import NodeTarget
 from stepwell.agent.target.spill import Spill
 from stepwell.errors import DamagedError
 from stepwell.events import journal
+from stepwell.handover.protocol import Serve
 from stepwell.levels import level_verdict
 from stepwell.levels.assignments import Orders, Seat, run_cache
 from stepwell.levels.cached import Level
@@ -38,6 +39,7 @@ from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 from tests.levels import theory
 from tests.ranks.groups.circle import Circle
+from tests.requests import request
 
 RUN = "0123456789abcdef"
 OLD, NEW = CheckpointId(6, 0, 1), CheckpointId(9, 0, 1)
@@ -96,11 +98,10 @@ class Field:
 
     def decide(self, id: CheckpointId) -> None:
         """As rank 0 does when it is whole: to be carried on."""
-        meta = {"created": 1.0, "epoch_end": False, "finished": False, "name": None}
         with ExitStack() as stack:
             keepers = self._serve(stack)
             states = {keeper.owner.rank: keeper.answers.state(id) for keeper in keepers}
-            manifest = level_verdict.make_manifest(RUN, id, meta, states)
+            manifest = level_verdict.make_manifest(RUN, id, request(id.step), states)
             for keeper in keepers:
                 keeper.decisions.keep(id, manifest.dump(), Level(flush=True).dump())
 
@@ -254,9 +255,9 @@ class Serving:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
 
-    def serve(self, facts: dict[str, Any], fd: int) -> None:
+    def serve(self, facts: Serve, fd: int) -> None:
         sock = socket.socket(fileno=os.dup(fd))
-        server = PeerServer(Path(facts["root"]), facts["secret"], facts["run"], lambda *_: {}, bind=sock)
+        server = PeerServer(Path(facts.root), facts.secret, facts.run, lambda *_: {}, bind=sock)
         server.start()
         self._stack.callback(server.close)
 

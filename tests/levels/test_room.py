@@ -28,6 +28,7 @@ from stepwell.storage.store import files
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
 from tests.levels.field import RUN, from_memory, make_record
+from tests.requests import request
 
 
 def make_keeper(place: Path, lineage: int = 2, rank: int = 0) -> NodeTarget:
@@ -104,7 +105,7 @@ def test_peers_that_do_not_answer_are_waited_for_one_at_a_time(tmp_path: Path, m
         log = journal.EventLog(Path(os.devnull), who="agent")
         keeper = keeper_of(orders, Owner(0, 7), log, lineage=1, patience=60.0)
         stack.callback(keeper.close)
-        pending = SimpleNamespace(id=CheckpointId(3, 0, 1), run=RUN, meta={})
+        pending = SimpleNamespace(id=CheckpointId(3, 0, 1), run=RUN, request=request())
         asked = []
         ask = keeper.peers.peer
         monkeypatch.setattr(keeper.peers, "peer", lambda rank, seconds: asked.append(rank) or ask(rank, seconds))
@@ -121,11 +122,10 @@ def test_a_duty_that_cannot_be_done_holds_up_only_so_many(tmp_path: Path, monkey
     state = {"held": held, "is_ready": False, "failed": None, "unprotected": None, "void": None, "ended": None}
     monkeypatch.setattr(keeper.answers, "state", lambda id: state | {"is_ready": True})
     monkeypatch.setattr(keeper.peers, "state", lambda rank, id: state)
-    meta = {"created": 1.0, "epoch_end": False, "finished": False, "name": None}
     for count, id in enumerate(ids):
         keeper._undecided.add(id)
         keeper.paths.checkpoint(id).mkdir(parents=True)  # type: ignore[union-attr]
-        first = SimpleNamespace(id=ids[0], run=RUN, meta=meta)
+        first = SimpleNamespace(id=ids[0], run=RUN, request=request())
         assert keeper._lead(first, 1.0) == (count == 4)  # type: ignore[arg-type]
     assert keeper.why_degraded(ids[0]) == "rank 1: not done in time"
 
@@ -158,7 +158,7 @@ def test_what_is_withdrawn_is_withdrawn_on_rank_0_s_word_alone(
     if is_ended:
         word = {"manifest": None, "ended": "rank 0: it came to nothing", "newest": "", "held": None}
         monkeypatch.setattr(keeper.peers, "state", lambda rank, id: word)
-    pending = SimpleNamespace(id=id, run=RUN, meta={}, written_at=time.monotonic() - 2 * keeper.patience - 1)
+    pending = SimpleNamespace(id=id, run=RUN, request=request(), written_at=time.monotonic() - 2 * keeper.patience - 1)
     with pytest.raises(VoidError, match="came to nothing" if is_ended else "rank 0 did not finish"):
         keeper.follow(pending)  # type: ignore[arg-type]
     assert len(before) == 4
@@ -184,7 +184,7 @@ def test_a_disk_that_takes_no_change_holds_up_no_word(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(files, "file_operation", refuse)
-    pending = SimpleNamespace(id=id, run=RUN, meta={}, written_at=time.monotonic())
+    pending = SimpleNamespace(id=id, run=RUN, request=request(), written_at=time.monotonic())
     with pytest.raises(VoidError, match="came to nothing"):
         keeper.follow(pending)  # type: ignore[arg-type]
     assert files.exists(keeper.paths.checkpoint(id) / f"{keeper.owner.stem}.json"), "until newer ones are whole"
@@ -203,7 +203,7 @@ def test_what_waits_for_a_rank_0_that_cannot_be_reached_is_bounded(tmp_path: Pat
     assert keeper.answer("state", {"id": ids[2].directory, "by": 2})["held"]
     given_up = []
     for id in ids:
-        pending = SimpleNamespace(id=id, run=RUN, meta={}, written_at=time.monotonic())
+        pending = SimpleNamespace(id=id, run=RUN, request=request(), written_at=time.monotonic())
         try:
             assert not keeper.follow(pending)  # type: ignore[arg-type]
         except VoidError:

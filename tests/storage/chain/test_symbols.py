@@ -262,7 +262,7 @@ def test_where_saves_are_streamed_no_base_is_asked_for(run_dir: Path, coders: li
     run.ckpt._outcomes.on_agent(BaseWanted("there is no base yet"))
     run.ckpt._outcomes.collect()
     assert not run.ckpt._outcomes.again
-    assert "streamed" in run.events("delta-skipped")[-1]["reason"]
+    assert "saves stream" in run.events("delta-skipped")[-1]["reason"]
     run.ckpt.close(save=False)
 
 

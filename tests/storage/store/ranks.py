@@ -18,6 +18,7 @@ from stepwell.storage.store.lineage import create_next, open_run
 from stepwell.storage.store.objects import ObjectPath
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Owner
+from tests.requests import request
 from tests.storage.store.growing import counted
 
 ROW_BYTES, START = 16, 4096
@@ -55,8 +56,13 @@ class Job:
         return Record(self.run, self.id, owner, 1.0, (file,), tuple(entries), {}, elsewhere=())
 
     def _pending(self, rank: int) -> Any:
-        meta = {"epoch_end": False, "finished": False, "name": None}
-        made = {"id": self.id, "owner": Owner(rank, self.ranks), "meta": meta, "run": self.run, "failures": 0}
+        made = {
+            "id": self.id,
+            "owner": Owner(rank, self.ranks),
+            "request": request(self.step),
+            "run": self.run,
+            "failures": 0,
+        }
         return SimpleNamespace(**made, record=self.record(rank), written_at=time.monotonic() - LONG_AGO)
 
     def write(self, rank: int) -> Counter[str]:

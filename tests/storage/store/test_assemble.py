@@ -20,6 +20,7 @@ from stepwell.storage.store import assemble, catalog, commit, files
 from stepwell.storage.store.lineage import create_next, open_run
 from stepwell.storage.store.paths import RunPaths
 from stepwell.types import CheckpointId, Keep, Owner
+from tests.requests import request
 
 WORLD = 3
 
@@ -258,7 +259,7 @@ def test_a_rank_that_loses_patience_leaves_its_part_to_the_leader(scene: Scene) 
     log = EventLog(scene.paths.events, who="agent")
     persister = Persister(RunPaths(scene.paths.root, 1), log, lineage=scene.lineage, patience=0.0)
     pending: Any = SimpleNamespace(
-        id=scene.id, owner=Owner(1, WORLD), written_at=0.0, record=scene.record(1), meta={"name": None}
+        id=scene.id, owner=Owner(1, WORLD), written_at=0.0, record=scene.record(1), request=request()
     )
     with pytest.raises(VoidError, match="the leader did not finish"):
         persister.follow(pending)

@@ -74,7 +74,7 @@ def test_a_long_reading_has_a_bar_at_a_terminal(made_run: Path) -> None:
     slow = SLOW.format(pause=PATIENCE_SECONDS / 8)
     shown = at_terminal(80, sys.executable, "-c", slow, "verify", made_run)
     assert "verifying" in shown
-    assert "7 checkpoints whole" in shown
+    assert "7 checkpoints intact" in shown
 
 
 def test_a_short_one_has_none(made_run: Path) -> None:

@@ -75,7 +75,7 @@ def test_an_unseeded_augmentation_is_named(tmp_path: Path) -> None:
     assert outcome.code == 1, outcome.stdout + outcome.stderr
     assert outcome.document["first_difference"]["path"].startswith("model/")
     assert outcome.document["logged"]["names"].keys() == {"loss"}
-    assert "the runs part before the first kill" in outcome.stdout
+    assert "the runs diverge before the first kill" in outcome.stdout
     assert "an unseeded generator" in outcome.document["causes"][0]
 
 

@@ -37,7 +37,7 @@ def test_killed_ranks_end_with_the_same_bits(ranks: int, kills: int, restarts: i
     document = outcome.document
     assert (document["verdict"], document["ranks"]) == ("identical", ranks)
     assert f" of {ranks} ranks (" in outcome.stdout
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 was set" in outcome.stdout
+    assert "prove set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the command" in outcome.stdout
     for kill in document["kills"]:
         assert kill["victim"].split()[0] in ("rank", "agent", "everything")
         assert kill["is_restart"] == (kill["resumed"] is not None) == (not kill["victim"].startswith("agent"))

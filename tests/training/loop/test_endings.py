@@ -66,7 +66,7 @@ def test_an_error_says_what_is_on_disk_and_what_is_done_again(run_dir: Path, cap
                 ckpt.save().wait(60)
             if number == 4:
                 raise RuntimeError("boom")
-    assert "training ended at step 4 (RuntimeError); step 2 is on disk: a restart does 2 steps again" in caplog.messages
+    assert "Training ended at step 4 (RuntimeError); step 2 is on disk: a restart redoes 2 steps" in caplog.messages
 
 
 @pytest.mark.parametrize("where", ["forward", "optimizer"])

@@ -115,7 +115,7 @@ def test_another_number_of_samples_is_fine_at_the_last_batch(run_dir: Path) -> N
 
 def test_another_order_is_refused_in_the_middle_of_an_epoch(run_dir: Path) -> None:
     Training(run_dir, DataLoader(Numbers(20), batch_size=4, shuffle=True)).run(2, 3)
-    with pytest.raises(DataError, match="in the order feistel6/1 and come in sequential now"):
+    with pytest.raises(DataError, match="in the order feistel6/1 and are in sequential now"):
         Training(run_dir, DataLoader(Numbers(20), batch_size=4)).run(1, 3)
 
 

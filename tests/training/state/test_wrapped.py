@@ -107,5 +107,5 @@ def test_an_optimizer_and_its_wrapper_count_once(run_dir: Path) -> None:
 
 def test_an_optimizer_whose_steps_cannot_be_seen_is_refused(run_dir: Path) -> None:
     layer = torch.nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match=r"steps of Alone cannot be seen.*track the optimizer"):
+    with pytest.raises(ConfigError, match=r"cannot see the steps of Alone.*track the optimizer"):
         stepwell.Checkpointer(run_dir, layer=layer, optimizer=Alone(layer.parameters()))

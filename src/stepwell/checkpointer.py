@@ -1,8 +1,8 @@
 """The public class: the stages of a checkpoint, and the loop around them. Only this module wires the stages.
 
-    save:     state -> snapshot -> arena -> agent -> store          (`saving`)
-    restore:  inventory -> plan -> verified read -> load into state (`restore`, in `reopen`)
-    policy:   decides after every step whether to save, and all ranks agree on it (`iteration`, `together`)
+    save:     state -> snapshot -> arena -> agent -> store          (`training/loop/save`)
+    restore:  inventory -> plan -> verified read -> load into state (`restore/open_run`)
+    policy:   decides after every step whether to save; all ranks agree (`training/loop/iteration`, `ranks/member`)
 
 Holds:   a save is triggered when the iteration is over (at the next batch request, or in `step()`). The gate before
          every optimizer step is the only wait in the training thread. A failed checkpoint never stops training.

@@ -1,7 +1,7 @@
 """The other ranks, as the training process sees them: one door to the group, the line and what they decide.
 
 Owns:    the group of the run, the line, and the order in which they are opened.
-Not:     the decisions themselves (ranks), what this rank stores (shared), checkpoints (checkpointer).
+Not:     the decisions themselves (ranks), what this rank stores (share_rounds), checkpoints (checkpointer).
 Holds:   alone, nothing here does anything. After opening nothing here waits, but for `save()` on the first verdict
          about who stores what.
 """

@@ -1,7 +1,7 @@
 """What a start could go on from, in the order it is tried, and where each of these can be read.
 
 Owns:    the list over disk, memory, caches and chains, and what the user prefers of it.
-Not:     trying them (reopen), judging what is on disk (restore.plan).
+Not:     trying them (search), judging what is on disk (preference).
 Holds:   rank 0 makes the list for all. What is lossy comes before something exact only if that is asked for, or much
          work would be lost; after everything exact it is there in any case.
 """

@@ -1,7 +1,7 @@
 """Verified bytes into live torch objects.
 
 Owns:    the order of comparing, reading and giving, and what is put right after an object took its state.
-Not:     which live tensor a leaf goes into (fit).
+Not:     which live tensor a leaf goes into (match).
 Holds:   modules and optimizers are filled in place, so there is never a second copy of the state; every mismatch is
          listed by name in one error before any byte is read; a record is not believed: what it says of the values is
          checked before any object is given its state.

@@ -29,7 +29,10 @@ class Replay:
 
 
 def train(where: Path, replay: Replay, steps: int) -> list[dict[str, object]]:
-    """No step begins before the memory that the one before asked for is there. Returns the events."""
+    """No step begins before the memory that the one before asked for is there, and its copy over. Returns the events.
+
+    A step that is skipped because the previous copy still runs says nothing about memory.
+    """
     layer = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     ckpt = stepwell.Checkpointer(where, policy=Every(steps=1), layer=layer, optimizer=optimizer, replay=replay)
@@ -39,6 +42,7 @@ def train(where: Path, replay: Replay, steps: int) -> list[dict[str, object]]:
         replay.grow()
         ckpt.step()
         ckpt._snapshotter.pool.wait_prepared()
+        ckpt._snapshotter.drain()
     ckpt.close(save=False)
     return list(read_events(where / "events.jsonl"))
 

@@ -1,7 +1,7 @@
 """The order in which a checkpoint begins to exist. Every line here has a crash test.
 
 Owns:    shards durable -> record durable -> manifest durable and visible.
-Before:  the agent wrote the shard files through `ShardFile`.   After: retention may remove an older checkpoint.
+Before:  the agent wrote the shard files (`agent/files`).   After: retention may remove an older checkpoint.
 Holds:   a manifest names only durable records, a record only durable files; a manifest is never replaced, and where
          one is, no file takes the place of another, whoever asks.
 """

@@ -1,7 +1,7 @@
 """How a run ends in this process: closed, told to leave, by an error, or with the interpreter.
 
 Owns:    the order in which everything is shut down, whether the last step is saved, and what is logged of it.
-Not:     the last checkpoint itself (iteration, saving), signals (leave).
+Not:     the last checkpoint itself (iteration, save), signals (preemption).
 Holds:   an orderly end saves the last step. After an error nothing is saved: the state may be half changed, and what is
          on disk is better than what is in memory.
 """

@@ -1,9 +1,9 @@
 """The loop around a checkpoint: what ends an iteration, an epoch and the run, and what is due there.
 
 Owns:    the order of things at each of these ends, and the saves that are asked for in the middle of a step.
-Not:     counting (data.steps, data.usage), when (pace), taking a checkpoint (saving), leaving (leave).
-Holds:   a checkpoint is taken at one of three points (`own.Point`), and a restart goes on from there: what the code
-         after the inner loop did before a save, a `break` or the end counts as done.
+Not:     counting (data.steps, data.usage), when (schedule), taking a checkpoint (save), leaving (preemption).
+Holds:   a checkpoint is taken at one of three points (`run_state.RunPoint`), and a restart goes on from there: what the
+         code after the inner loop did before a save, a `break` or the end counts as done.
 """
 
 from __future__ import annotations

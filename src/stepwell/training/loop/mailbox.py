@@ -18,7 +18,6 @@ class Again(enum.Enum):
     """Why a checkpoint is wanted, whatever the policy says."""
 
     VOID = "the snapshot before was void"
-    NOT_TAKEN = "a save that was due was not taken"
     BASE = "a chain of lossy records needs a base"
     LOSSY = "the run resumed from a lossy state"
     CHANGED = "the code between epochs changed the state, and the other ranks may not know"

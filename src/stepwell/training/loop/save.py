@@ -1,7 +1,7 @@
 """One checkpoint, from the state to the agent: state -> snapshot -> arena -> agent.
 
 Owns:    the order of these for one save, its id, and what is said when it comes to nothing.
-Not:     when (pace, ranks.agreement), copying (snapshot), writing (agent).
+Not:     when (schedule, ranks.agreement), copying (snapshot), writing (agent).
 Holds:   a save that was not asked for never raises. With many ranks every save has the same id on all of them, whatever
          became of it on one; a rank that has no part in it says so.
 """

@@ -1,7 +1,7 @@
 """The beginning of a snapshot: what may change is copied now, the rest is lined up for threads and devices.
 
 Owns:    the slots seen as bytes, the work that each snapshot consists of, and what the agent has to know of it.
-Not:     when, and what comes of it (snapshotter); which slot (pool).
+Not:     when, and what comes of it (snapshotter); which slot (slots).
 """
 
 from __future__ import annotations
